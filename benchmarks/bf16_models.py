@@ -29,7 +29,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import narrowgauge as ng
-from narrowgauge.t_interval import interval
+from narrowgauge.system.t_interval import interval
 
 SIZES = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 2}
 RECIPES = "torch,fp32,bf16-sr,msamp-o1,msamp-o2,msamp-o3,eco,mxfp8,nvfp4"

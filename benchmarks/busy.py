@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import narrowgauge.operating_system  # noqa: F401  it looks at the machine from here on
+import narrowgauge.system.operating_system  # noqa: F401  it looks at the machine from here on
 
 ONE = "while True: pass"
 TWO = "import torch\na = torch.ones(1 << 16)\nwhile True: a.exp_()"
@@ -40,9 +40,9 @@ def work(seconds: float) -> None:
     import torch
 
     import narrowgauge as ng
-    from narrowgauge.models import Transformer, initialize, model_config
     from narrowgauge.nn import DTYPES, set_step
-    from narrowgauge.runs.monitor.arithmetic import threads_of
+    from narrowgauge.trainer.models import Transformer, initialize, model_config
+    from narrowgauge.trainer.runs.monitor.arithmetic import threads_of
 
     figures = {}
     if os.environ.get("BUSY_SETTING") == "ours":

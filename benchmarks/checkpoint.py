@@ -22,8 +22,8 @@ from pathlib import Path
 
 import torch
 
-from narrowgauge.checkpoint import AsyncSaver, full_tensor, save, verify
-from narrowgauge.checkpoint.store.safetensors_writer import write_safetensors
+from narrowgauge.trainer.checkpoint import AsyncSaver, full_tensor, save, verify
+from narrowgauge.trainer.checkpoint.store.safetensors_writer import write_safetensors
 
 
 def seconds(do: Callable[[], object]) -> tuple[float, float]:

@@ -20,10 +20,10 @@ from pathlib import Path
 import torch
 
 import narrowgauge as ng
-from narrowgauge.models import Transformer, initialize, model_config
 from narrowgauge.nn import DTYPES, set_step
-from narrowgauge.runs.monitor.arithmetic import Arithmetic
-from narrowgauge.runs.monitor.hardware import memory_kept
+from narrowgauge.trainer.models import Transformer, initialize, model_config
+from narrowgauge.trainer.runs.monitor.arithmetic import Arithmetic
+from narrowgauge.trainer.runs.monitor.hardware import memory_kept
 
 
 def seconds(action: Callable[[], object]) -> float:

@@ -15,13 +15,13 @@ from pathlib import Path
 
 import torch
 
-from narrowgauge.data import open_data
 from narrowgauge.optim.gauges import make_gauges
-from narrowgauge.runs.monitor.hardware import choose_device, synchronize
-from narrowgauge.runs.run_directory import RunDirectory
-from narrowgauge.training.config.config import make_config
-from narrowgauge.training.config.schema import GAUGES_EVERY
-from narrowgauge.training.step.trainer import Trainer
+from narrowgauge.trainer.data import open_data
+from narrowgauge.trainer.runs.monitor.hardware import choose_device, synchronize
+from narrowgauge.trainer.runs.run_directory import RunDirectory
+from narrowgauge.trainer.training.config.config import make_config
+from narrowgauge.trainer.training.config.schema import GAUGES_EVERY
+from narrowgauge.trainer.training.step.trainer import Trainer
 
 
 def measure(args: argparse.Namespace, recipe: str, folder: Path) -> tuple[list[float], list[float]]:

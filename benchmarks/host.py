@@ -136,9 +136,9 @@ def pass_of(model_name: str, recipe: str, layers: int, is_native: bool) -> Calla
     import torch
 
     from narrowgauge.kernels.amax import begin_amaxes
-    from narrowgauge.models import Transformer, model_config
     from narrowgauge.nn import convert, set_step
     from narrowgauge.nn.linear import accumulating
+    from narrowgauge.trainer.models import Transformer, model_config
 
     widths = {"dim": WIDTH, "heads": WIDTH // HEAD, "ffn_dim": WIDTH, "vocab_size": WIDTH, "layers": layers}
     config = model_config(model_name)
@@ -196,7 +196,7 @@ def measure(model_name: str, recipe: str, rounds: int, with_calls: bool) -> dict
     silence_driver()
     is_native = recipe.startswith("fp8")
     pretend(is_native)
-    from narrowgauge.models import model_config
+    from narrowgauge.trainer.models import model_config
 
     layers = model_config(model_name).layers
     both = [pass_of(model_name, recipe, n, is_native) for n in LAYERS]

@@ -1,9 +1,9 @@
 """How training begins under two rules for initial weights, over widths: spikes of the gradient norm, loss.
 
 The rules are one standard deviation for all weights (`model.initial_std = 0.02`) and one for each role
-(`model.initial_std = 0`: `src/narrowgauge/models/initial_weights.py`). A width has heads of 64 and an MLP
-three times as wide. Both rules see the same tokens, at the same learning rate. A spike is a gradient norm,
-after the fifth step, above three times the median of the twenty before it.
+(`model.initial_std = 0`: `src/narrowgauge/trainer/models/initial_weights.py`). A width has heads of 64 and
+an MLP three times as wide. Both rules see the same tokens, at the same learning rate. A spike is a gradient
+norm, after the fifth step, above three times the median of the twenty before it.
 
 The runs are ordinary ones, in a directory each, one after the other, in this process. A finished run is read
 and not repeated. The table is printed as Markdown.

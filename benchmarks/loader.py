@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from narrowgauge.data import (
+from narrowgauge.trainer.data import (
     Loader,
     Mixture,
     TokenStream,

@@ -34,16 +34,17 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.utils import clip_grad_norm_
 from torch.profiler import ProfilerActivity, profile
 
-from narrowgauge.checkpoint import AsyncSaver
-from narrowgauge.data import Batch
-from narrowgauge.distributed import Coordinator, Mesh, ParallelDims, World
+from narrowgauge.distributed import Mesh, ParallelDims
 from narrowgauge.distributed.comm.byte_counter import CommCounter
-from narrowgauge.distributed.parallel.parallelize import Objective
-from narrowgauge.models import Transformer, initialize
 from narrowgauge.optim import parameter_groups
-from narrowgauge.runs.monitor.profiler import covered
-from narrowgauge.training import make_config
-from narrowgauge.training.step.trainer import Trainer
+from narrowgauge.trainer.checkpoint import AsyncSaver
+from narrowgauge.trainer.data import Batch
+from narrowgauge.trainer.distributed import Coordinator, World
+from narrowgauge.trainer.distributed.parallel.parallelize import Objective
+from narrowgauge.trainer.models import Transformer, initialize
+from narrowgauge.trainer.runs.monitor.profiler import covered
+from narrowgauge.trainer.training import make_config
+from narrowgauge.trainer.training.step.trainer import Trainer
 
 CPU = torch.device("cpu")
 LAYOUTS = {

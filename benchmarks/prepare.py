@@ -31,7 +31,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 
-from narrowgauge.data import load_tokenizer, prepare
+from narrowgauge.trainer.data import load_tokenizer, prepare
 
 PIECE = 8000  # characters of a document of the text
 

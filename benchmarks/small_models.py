@@ -33,9 +33,9 @@ def contestants(options: argparse.Namespace) -> dict[str, Callable[[], object]]:
     """The steps of one tree by name: "bf16", "bf16 compiled", "torch fp32"."""
     import torch
 
-    from narrowgauge.bench.peers import peer_step
-    from narrowgauge.bench.worker import own_step, random_batches
-    from narrowgauge.training import make_config
+    from narrowgauge.trainer.bench.peers import peer_step
+    from narrowgauge.trainer.bench.worker import own_step, random_batches
+    from narrowgauge.trainer.training import make_config
 
     cpu, steps = torch.device("cpu"), {}
     sizes = {"batch_size": options.batch, "micro_batch_size": options.batch, "device": "cpu"}
@@ -58,7 +58,7 @@ def contestants(options: argparse.Namespace) -> dict[str, Callable[[], object]]:
 
 def _measured(config) -> str:
     """The attention that `train` chooses."""
-    from narrowgauge.runs.monitor.arithmetic import AttentionShape, measured_attention
+    from narrowgauge.trainer.runs.monitor.arithmetic import AttentionShape, measured_attention
 
     return measured_attention(AttentionShape.of(config))
 
@@ -75,7 +75,7 @@ def work(options: argparse.Namespace) -> None:
     import torch
 
     from narrowgauge.kernels.dispatch import choose_products
-    from narrowgauge.runs.monitor.hardware import memory_kept
+    from narrowgauge.trainer.runs.monitor.hardware import memory_kept
 
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     choose_products(options.products)
@@ -125,7 +125,7 @@ class Tree:
 
 def report(times: dict[str, list[float]], tokens: int, peers: list[str]) -> dict[str, dict[str, object]]:
     """One row each: tokens per second, and the speed over others, round by round."""
-    from narrowgauge.bench.timing import Spread
+    from narrowgauge.trainer.bench.timing import Spread
 
     rows = {}
     for name, own in times.items():
@@ -162,8 +162,8 @@ def main() -> None:
         return work(options)
     import torch
 
-    from narrowgauge.bench.timing import take_turns
-    from narrowgauge.runs.monitor.arithmetic import measured_products
+    from narrowgauge.trainer.bench.timing import take_turns
+    from narrowgauge.trainer.runs.monitor.arithmetic import measured_products
 
     options.products = measured_products()
     facts = {"torch": torch.__version__, "threads": torch.get_num_threads(), "products": options.products}

@@ -18,9 +18,9 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from narrowgauge.errors import UserError
-from narrowgauge.files import write_whole
 from narrowgauge.forecast.atlas import COLUMNS
+from narrowgauge.system.errors import UserError
+from narrowgauge.system.files import write_whole
 
 ROOT = Path(__file__).parents[1]
 ATLAS = ROOT / "src" / "narrowgauge" / "forecast" / "atlas.csv"

@@ -7,10 +7,10 @@ import json
 import sys
 from pathlib import Path
 
-from narrowgauge.errors import UserError
-from narrowgauge.files import write_whole
-from narrowgauge.report.page.rungs import rungs_svg
-from narrowgauge.report.verdict.rungs import arm_results, read_rows
+from narrowgauge.system.errors import UserError
+from narrowgauge.system.files import write_whole
+from narrowgauge.trainer.report.page.rungs import rungs_svg
+from narrowgauge.trainer.report.verdict.rungs import arm_results, read_rows
 from publish.page import asked_arms, results_markdown
 from publish.predictions import read_predictions
 

@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 
-from narrowgauge.files import write_whole
 from narrowgauge.forecast import (
     Forecaster,
     Laws,
@@ -36,7 +35,8 @@ from narrowgauge.forecast.parts import described, observations
 from narrowgauge.forecast.published import loss_of, published_laws
 from narrowgauge.forecast.setting import BACKWARD, FORWARD, UNIT_PARAMS, UNIT_TOKENS
 from narrowgauge.recipes import GEMM_PLACES, recipe_names
-from narrowgauge.t_interval import Interval
+from narrowgauge.system.files import write_whole
+from narrowgauge.system.t_interval import Interval
 from publish.probed import LEAST, spearman
 from registry import Key, Sealed, register, sealed
 

@@ -29,7 +29,11 @@ from pathlib import Path
 import torch
 
 import narrowgauge
-from narrowgauge.analysis import (
+from narrowgauge.kernels import choose_attention, choose_products
+from narrowgauge.quantization import make_cast
+from narrowgauge.recipes import GEMM_PLACES, GEMMS, Recipe, Rule, load_recipe
+from narrowgauge.system.t_interval import interval
+from narrowgauge.trainer.analysis import (
     Forks,
     Probed,
     alone,
@@ -41,13 +45,9 @@ from narrowgauge.analysis import (
     relative_errors,
     solve,
 )
-from narrowgauge.analysis.forks import wide
-from narrowgauge.kernels import choose_attention, choose_products
-from narrowgauge.laboratory.search import _blocks, _weights
-from narrowgauge.quantization import make_cast
-from narrowgauge.recipes import GEMM_PLACES, GEMMS, Recipe, Rule, load_recipe
-from narrowgauge.report.verdict.rule import judge
-from narrowgauge.t_interval import interval
+from narrowgauge.trainer.analysis.forks import wide
+from narrowgauge.trainer.laboratory.search import _blocks, _weights
+from narrowgauge.trainer.report.verdict.rule import judge
 
 ROWS = Path(__file__).parents[1] / "docs" / "evidence" / "forks.csv"
 FIELDS = ("part", "seed", "change", "loss")

@@ -13,13 +13,13 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ladder2 import ROWS
-from narrowgauge.distributed import Engine
 from narrowgauge.kernels.dispatch import choose_attention, choose_products
-from narrowgauge.report.verdict.held_out import error_percent
-from narrowgauge.report.verdict.rungs import gap_percent
-from narrowgauge.runs import open_run, validation_loss
-from narrowgauge.runs.loop.validation import ValidationLoss
-from narrowgauge.runs.use.trained_model import run_data
+from narrowgauge.trainer.distributed import Engine
+from narrowgauge.trainer.report.verdict.held_out import error_percent
+from narrowgauge.trainer.report.verdict.rungs import gap_percent
+from narrowgauge.trainer.runs import open_run, validation_loss
+from narrowgauge.trainer.runs.loop.validation import ValidationLoss
+from narrowgauge.trainer.runs.use.trained_model import run_data
 from publish.held_out import COLUMNS, Measured, read_measured
 from publish.ladder2 import REFERENCE
 

@@ -17,8 +17,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.files import write_whole
-from narrowgauge.toml_text import toml_key, toml_value
+from narrowgauge.system.files import write_whole
+from narrowgauge.system.toml_text import toml_key, toml_value
 
 HERE = Path(__file__).parent / "ladder2"
 ROWS = Path(__file__).parents[1] / "docs" / "evidence" / "ladder2"

@@ -10,12 +10,12 @@ import sys
 from pathlib import Path
 
 from ladder2 import ROWS, read_parts
-from narrowgauge.errors import UserError
-from narrowgauge.files import write_whole
-from narrowgauge.models import count_block_weights
-from narrowgauge.report.verdict.rungs import Row, read_rows
-from narrowgauge.runs.run_directory import PROBE
-from narrowgauge.training import make_config
+from narrowgauge.system.errors import UserError
+from narrowgauge.system.files import write_whole
+from narrowgauge.trainer.models import count_block_weights
+from narrowgauge.trainer.report.verdict.rungs import Row, read_rows
+from narrowgauge.trainer.runs.run_directory import PROBE
+from narrowgauge.trainer.training import make_config
 from publish.held_out import held_out_markdown, read_measured
 from publish.ladder2 import pilot_markdown, stages_markdown
 from publish.pilot import measure, quiet_warmup_toml

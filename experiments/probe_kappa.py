@@ -22,9 +22,9 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from narrowgauge.errors import UserError
-from narrowgauge.files import write_whole
 from narrowgauge.forecast import described, read_atlas
+from narrowgauge.system.errors import UserError
+from narrowgauge.system.files import write_whole
 
 TABLE = Path(__file__).parents[1] / "src" / "narrowgauge" / "forecast" / "probe.json"
 EXPONENT = 0.149

@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from ladder2 import HERE, ROWS, read_parts
-from narrowgauge.files import write_whole
 from narrowgauge.forecast import Forecaster, scheme, tail_share
-from narrowgauge.models import count_block_weights
 from narrowgauge.recipes import recipe_names
-from narrowgauge.report.verdict.rungs import gap_percent, read_rows
-from narrowgauge.t_interval import Interval
-from narrowgauge.training import make_config
+from narrowgauge.system.files import write_whole
+from narrowgauge.system.t_interval import Interval
+from narrowgauge.trainer.models import count_block_weights
+from narrowgauge.trainer.report.verdict.rungs import gap_percent, read_rows
+from narrowgauge.trainer.training import make_config
 from publish.ladder2 import REFERENCE, tokens_of
 from publish.predictions import read_predictions
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import settings
 
 from narrowgauge.quantization.passes.in_c import c_library
-from narrowgauge.runs.choices import ATTENTION, PRODUCTS
+from narrowgauge.trainer.runs.choices import ATTENTION, PRODUCTS
 from support.interpreted import import_kernels
 from support.processes import Narrowgauge, warm
 from support.runs import Look, Values, with_keys, write_text

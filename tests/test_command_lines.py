@@ -20,13 +20,13 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import get_args_parser
 
-import narrowgauge as ng
-from narrowgauge.cli.line import config_values, read_line
-from narrowgauge.cli.main import run_verb
-from narrowgauge.cli.verbs.compare import read_plan
-from narrowgauge.cluster.scaling.scaling import _plans, read_sizes
-from narrowgauge.runs import default_out, lay_out
-from narrowgauge.training import make_config
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.cli.line import config_values, read_line
+from narrowgauge.trainer.cli.main import run_verb
+from narrowgauge.trainer.cli.verbs.compare import read_plan
+from narrowgauge.trainer.cluster.scaling.scaling import _plans, read_sizes
+from narrowgauge.trainer.runs import default_out, lay_out
+from narrowgauge.trainer.training import make_config
 from support.markdown import blocks, shell_lines, titled
 from support.other_tools import write_files
 
@@ -123,7 +123,7 @@ def test_every_line_of_narrowgauge_can_start(page, folder, capsys):
         ours = words[words.index("narrowgauge") + 1 :]
         try:
             made.update(check(ours, processes_of(words)))
-        except ng.errors.UserError as error:
+        except UserError as error:
             pytest.fail(f"{page}: {line}: {error}")
         needed = [] if ours[:1] == ["train"] else re.findall(r"(?<!--out )\bruns/[\w./-]+", line)
         assert {run for run in map(Path, needed) if run.suffix != ".html"} <= made, f"{page}: {line}"
@@ -131,9 +131,9 @@ def test_every_line_of_narrowgauge_can_start(page, folder, capsys):
 
 def test_a_line_that_cannot_start_is_found(folder):
     for line in ("train --stepz 3", "compare --recipes bf16,mxfp5", "scaling --procs 1,3"):
-        with pytest.raises(ng.errors.UserError):
+        with pytest.raises(UserError):
             check(line.split())
-    with pytest.raises(ng.errors.UserError):
+    with pytest.raises(UserError):
         check(["train", "--training.micro_batch_size", "8"], processes=2)
 
 

@@ -5,12 +5,12 @@ import pwd
 
 import pytest
 
-from narrowgauge.cli.main import main
-from narrowgauge.data import split_sources
-from narrowgauge.data.loading.dataset import why_absent
-from narrowgauge.data.tokenization.names import tokenizer_identity
-from narrowgauge.errors import UserError
-from narrowgauge.files import cache_directory, user_path
+from narrowgauge.system.errors import UserError
+from narrowgauge.system.files import cache_directory, user_path
+from narrowgauge.trainer.cli.main import main
+from narrowgauge.trainer.data import split_sources
+from narrowgauge.trainer.data.loading.dataset import why_absent
+from narrowgauge.trainer.data.tokenization.names import tokenizer_identity
 
 
 @pytest.fixture

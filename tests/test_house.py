@@ -2,6 +2,7 @@
 
 import ast
 import re
+import sys
 import tomllib
 from collections import Counter
 from functools import cache
@@ -16,7 +17,7 @@ ROOT = Path(ng.__file__).parent
 # A room may import itself and the rooms above it. The same holds inside a room for the entries that are
 # listed: its modules and sub-packages, from the ground up. Those that are not listed make no circle.
 ORDER = [
-    *("errors", "operating_system", "triton_version", "lazy", "signals", "processes", "units", "once"),
+    *("errors", "operating_system", "lazy", "signals", "processes", "units", "once"),
     *("t_interval", "files", "result", "json_lines", "toml_text", "torch_compat", "second_derivative"),
     *("devices", "collectives", "formats", "quantization", "kernels", "recipes", "exchange", "forecast"),
     *("conformance", "nn", "optim", "guard", "models", "data", "distributed", "checkpoint", "training"),
@@ -93,28 +94,33 @@ def defined_in(module: str, name: str) -> str:
     return inner if inner in MODULES else module
 
 
+def room_of(module: str) -> str:
+    """The room that a module belongs to; rooms lie in the package, in `system` and in `trainer`."""
+    return re.sub(r"^(system|trainer)\.", "", module).split(".")[0]
+
+
 def entry_of(module: str) -> str:
     """The entry of its room that a module belongs to."""
-    return module.split(".")[1] if "." in module else ""
+    return [*re.sub(r"^(system|trainer)\.", "", module).split("."), ""][1]
 
 
 def imports_from_below() -> list[str]:
     """The imports of what stands below, as sentences."""
     found = []
     for module, imports in all_imports().items():
-        if module in ("", "__main__"):
+        if module in ("", "__main__", "system", "trainer"):
             continue
-        room = module.split(".")[0]
+        room = room_of(module)
         assert room in ORDER, f"{room} has no place in the house: add it to the list, with its question"
         above, entries = ORDER[: ORDER.index(room)], ENTRIES.get(room, ())
-        is_package = MODULES[module].name == "__init__.py" and module.count(".") == 0
+        is_package = MODULES[module].name == "__init__.py" and not entry_of(module)
         for source, name in imports:
             target = defined_in(source, name)
             if (target, name) == ("", ""):
                 continue  # the package itself, for its version
             ends = entry_of(target), entry_of(module)
-            if target.split(".")[0] != room:
-                is_above = target.split(".")[0] in above
+            if room_of(target) != room:
+                is_above = room_of(target) in above
             else:
                 is_above = is_package or not {*ends} <= {*entries}
                 is_above = is_above or entries.index(ends[0]) <= entries.index(ends[1])
@@ -137,11 +143,12 @@ def test_sub_packages_make_no_circle():
     """No entry of a room, a module or a sub-package, needs itself by way of others."""
     needs: dict[str, set[str]] = {}
     for module in MODULES:
-        if "." not in module:
+        if not entry_of(module):
             continue
-        node = ".".join(module.split(".")[:2])
-        targets = {".".join(defined_in(*one).split(".")[:2]) for one in all_imports()[module]}
-        needs.setdefault(node, set()).update(t for t in targets if t != node and "." in t)
+        node = f"{room_of(module)}.{entry_of(module)}"
+        found = [defined_in(*one) for one in all_imports()[module]]
+        targets = {f"{room_of(target)}.{entry_of(target)}" for target in found if entry_of(target)}
+        needs.setdefault(node, set()).update(targets - {node})
     done: set[str] = set()
 
     def visit(node: str, path: tuple[str, ...]) -> None:
@@ -174,21 +181,39 @@ MATH = ("formats", "quantization", "kernels", "recipes", "nn", "optim", "guard",
 RUN = {"data", "checkpoint", "training", "runs"}
 
 
+def third_parties_of(tree: ast.Module) -> set[str]:
+    """What a file imports of others as soon as it is imported."""
+    outer = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = [n.module or "" if isinstance(n, ast.ImportFrom) else n.names[0].name for n in outer]
+    return {name.split(".")[0] for name in names} - {*sys.stdlib_module_names, "narrowgauge"}
+
+
+def test_the_library_needs_torch_and_numpy_and_nothing_of_the_trainer():
+    """What other trainers bring (`integrations`), and Triton's language, are imported where they are."""
+    for module, imports in all_imports().items():
+        if module.split(".")[0] not in ("", "__main__", "trainer"):
+            sources = {defined_in(*one).split(".")[0] for one in imports}
+            assert not sources & {"trainer"}, module
+            theirs = {"triton"} if module.startswith("kernels.triton") else set()
+            if not module.startswith("integrations"):
+                assert third_parties_of(tree_of(MODULES[module])) <= {"torch", "numpy"} | theirs, module
+
+
 def test_what_other_trainers_import_reaches_no_configuration_data_checkpoint_or_run():
     """And models know nothing of recipes."""
     for module, imports in all_imports().items():
-        if module.split(".")[0] in MATH:
-            reached = sorted(m for m in reached_from(module) if m.split(".")[0] in RUN)
+        if room_of(module) in MATH:
+            reached = sorted(m for m in reached_from(module) if room_of(m) in RUN)
             assert not reached, f"{module} reaches {reached[0]}"
-        if module.startswith("models"):
+        if room_of(module) == "models":
             numbers = {"formats", "quantization", "recipes", "nn"}
-            assert not {source.split(".")[0] for source, _ in imports} & numbers, module
+            assert not {room_of(source) for source, _ in imports} & numbers, module
 
 
 def test_no_folder_holds_more_than_sixteen_entries():
-    for folder in {path.parent for path in FILES} - {ROOT}:
+    for folder in {path.parent for path in FILES}:
         entries = [p for p in folder.iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()]
-        assert len([p for p in entries if p.name != "__init__.py"]) <= 16, folder
+        assert len([p for p in entries if not p.name.startswith("__")]) <= 16, folder
 
 
 @pytest.mark.tier("thorough")  # imports everything

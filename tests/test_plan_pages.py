@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from narrowgauge.cli.main import main as narrowgauge
-from narrowgauge.cluster.plan.plan_text import _figure
-from narrowgauge.units import human_bytes, human_duration
+from narrowgauge.system.units import human_bytes, human_duration
+from narrowgauge.trainer.cli.main import main as narrowgauge
+from narrowgauge.trainer.cluster.plan.plan_text import _figure
 from support.markdown import blocks
 
 CARD, GPT3, FRONTIER = (

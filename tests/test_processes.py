@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from narrowgauge.processes import Answering, Programs
+from narrowgauge.system.processes import Answering, Programs
 from support.fault_jobs import alive
 
 
@@ -88,7 +88,7 @@ def test_a_stop_signal_is_noted_and_sent_on_and_ctrl_c_is_noted_alone():
 
 PARENT = """
 import sys, time
-from narrowgauge.processes import Answering
+from narrowgauge.system.processes import Answering
 from test_processes import adding
 if __name__ == "__main__":
     process = Answering(adding, 2)

@@ -19,10 +19,10 @@ import pytest
 import torch
 
 import narrowgauge as ng
-from narrowgauge.cluster.launch.site import load_site
-from narrowgauge.models import model_names
 from narrowgauge.recipes import Device, choose_backend, parse_recipe
-from narrowgauge.training import make_config
+from narrowgauge.trainer.cluster.launch.site import load_site
+from narrowgauge.trainer.models import model_names
+from narrowgauge.trainer.training import make_config
 from nn import test_own_loop, test_own_loop_state
 from nn.own_loop import PAGE as OWN_LOOP
 from nn.own_loop import ROWS
@@ -141,7 +141,8 @@ def first_column(page, heading):
 
 def test_tables_name_what_exists_and_links_of_the_readme_lead_somewhere():
     assert set(first_column("models.md", "Named models")) <= set(model_names())
-    folders = {f"{p.name}/" for p in PACKAGE.iterdir() if (p / "__init__.py").exists()}
+    rooms = {p.parent for at in (PACKAGE, PACKAGE / "trainer") for p in at.glob("*/__init__.py")}
+    folders = {f"{p.relative_to(PACKAGE)}/" for p in rooms} - {"trainer/"}
     assert set(first_column("../CONTRIBUTING.md", "The map")) == folders
     for target in re.findall(r"\]\((?!https://)([^)#]+)(?:#[^)]*)?\)", README):
         assert (ROOT / target).exists(), target

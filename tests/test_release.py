@@ -11,7 +11,7 @@ import yaml
 import narrowgauge as ng
 import versions
 import workflows
-from narrowgauge.cluster.doctor.facts import LIMITS, release
+from narrowgauge.trainer.cluster.doctor.facts import LIMITS, release
 
 ROOT = Path(__file__).parents[1]
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))

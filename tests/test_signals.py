@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from narrowgauge.operating_system import STOP_SIGNALS
-from narrowgauge.signals import stop_requests
+from narrowgauge.system.operating_system import STOP_SIGNALS
+from narrowgauge.system.signals import stop_requests
 
 ASKING = {"SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"}
 
@@ -44,7 +44,7 @@ def test_a_hang_up_that_nohup_ignores_stays_ignored(hang_ups):
 # The outer process is ssh: it opens a terminal, starts the inner one there and closes the terminal.
 INNER = """
 import signal, sys, time
-from narrowgauge.signals import stop_requests
+from narrowgauge.system.signals import stop_requests
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may run under nohup
 with stop_requests() as requests:
     print("ready", flush=True)

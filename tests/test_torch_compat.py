@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from narrowgauge import torch_compat as compat
+from narrowgauge.system import torch_compat as compat
 
 #: They are public, but newer than FSDP2 itself.
 SETTERS = ["reshard", "set_custom_reduce_scatter", "set_force_sum_reduction_for_comms"]

@@ -1,6 +1,6 @@
 """Sizes and counts as words."""
 
-from narrowgauge.units import human_bytes, human_count, signed_percent
+from narrowgauge.system.units import human_bytes, human_count, signed_percent
 
 WORDS = {
     human_count: {

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import narrowgauge as ng
-from narrowgauge.errors import UserError
 from narrowgauge.quantization import emulate, make_cast
+from narrowgauge.system.errors import UserError
 
 X, LAYER = torch.zeros(2, 32), torch.nn.Linear(32, 32)
 NO_MODELS = (None, 3, "mxfp8", [1], {}, X)

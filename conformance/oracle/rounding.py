@@ -7,9 +7,9 @@ the nearer. No trick is shared with `rounding.py` and `codes.py`.
 import math
 from fractions import Fraction
 
-from narrowgauge.errors import unknown
 from narrowgauge.formats.format import Format
 from narrowgauge.formats.table import ROUNDINGS, format
+from narrowgauge.system.errors import unknown
 
 FP32 = format("fp32")
 

@@ -12,9 +12,9 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 
-from narrowgauge.report.verdict.rule import is_control
-from narrowgauge.report.verdict.rungs import DIVERGED, Row
-from narrowgauge.t_interval import Interval, interval, t_quantile
+from narrowgauge.system.t_interval import Interval, interval, t_quantile
+from narrowgauge.trainer.report.verdict.rule import is_control
+from narrowgauge.trainer.report.verdict.rungs import DIVERGED, Row
 from publish.predictions import Prediction, gaps_of
 
 MEAN = "mean of both"

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from narrowgauge.experiment.power import Plan, smallest_gap
-from narrowgauge.report.table.rungs import ends, percent
-from narrowgauge.report.verdict.rule import is_control
-from narrowgauge.report.verdict.rungs import ArmResult, Row, arm_results, gap_percent
+from narrowgauge.trainer.experiment.power import Plan, smallest_gap
+from narrowgauge.trainer.report.table.rungs import ends, percent
+from narrowgauge.trainer.report.verdict.rule import is_control
+from narrowgauge.trainer.report.verdict.rungs import ArmResult, Row, arm_results, gap_percent
 from publish.pilot import LEAST_SEEDS, Design, choose, measure
 from publish.predictions import Prediction, outcome
 from publish.tables import markdown, prediction_table

@@ -4,11 +4,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from narrowgauge.experiment.power import Plan, seeds_for_equality, smallest_gap
-from narrowgauge.report.page.rungs import facts, probe_table
-from narrowgauge.report.table.rungs import ends, percent
-from narrowgauge.report.verdict.rule import MARGIN, Judgement, is_control
-from narrowgauge.report.verdict.rungs import ArmResult, Row, arm_results
+from narrowgauge.trainer.experiment.power import Plan, seeds_for_equality, smallest_gap
+from narrowgauge.trainer.report.page.rungs import facts, probe_table
+from narrowgauge.trainer.report.table.rungs import ends, percent
+from narrowgauge.trainer.report.verdict.rule import MARGIN, Judgement, is_control
+from narrowgauge.trainer.report.verdict.rungs import ArmResult, Row, arm_results
 from publish.contrasts import shares, unpaired_deviation
 from publish.predictions import Prediction, outcome
 from publish.tables import (

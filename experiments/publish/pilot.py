@@ -14,8 +14,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from narrowgauge.report.verdict.rungs import Row, gap_percent
-from narrowgauge.toml_text import toml_value
+from narrowgauge.system.toml_text import toml_value
+from narrowgauge.trainer.report.verdict.rungs import Row, gap_percent
 
 EIGHT_BITS = ("dither-1", "dither-2", "mxfp8")
 FOUR_BITS, REFERENCE = "mxfp4", "bf16"

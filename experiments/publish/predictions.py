@@ -15,9 +15,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from narrowgauge.errors import UserError
-from narrowgauge.report.verdict.rungs import DIVERGED, Row, gap_percent
-from narrowgauge.t_interval import Interval, interval
+from narrowgauge.system.errors import UserError
+from narrowgauge.system.t_interval import Interval, interval
+from narrowgauge.trainer.report.verdict.rungs import DIVERGED, Row, gap_percent
 
 HEAD = ("arm", "against", "loss", "rung", "predicted gap", "why")
 _RUNG = re.compile(r"(\d+)(?:\s*-\s*(\d+))?")

@@ -12,8 +12,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from narrowgauge.analysis.rank_correlation import rank_correlation
-from narrowgauge.report.verdict.rungs import Row, gap_percent
+from narrowgauge.trainer.analysis.rank_correlation import rank_correlation
+from narrowgauge.trainer.report.verdict.rungs import Row, gap_percent
 from publish.ladder2 import REFERENCE
 from publish.tables import markdown
 

@@ -3,10 +3,10 @@
 import math
 from collections.abc import Sequence
 
-from narrowgauge.report.page.rungs import Table
-from narrowgauge.report.table.rungs import COLUMNS, cells, ends, percent
-from narrowgauge.report.verdict.rungs import ArmResult, Row
-from narrowgauge.units import human_count
+from narrowgauge.system.units import human_count
+from narrowgauge.trainer.report.page.rungs import Table
+from narrowgauge.trainer.report.table.rungs import COLUMNS, cells, ends, percent
+from narrowgauge.trainer.report.verdict.rungs import ArmResult, Row
 from publish.contrasts import MEAN, growth, share_cells, shares
 from publish.predictions import Prediction, outcome
 

@@ -8,26 +8,17 @@ must already respond to signals, and to a torch that fails to import (`__main__`
 
 from typing import TYPE_CHECKING
 
-from narrowgauge.lazy import import_on_use
+from narrowgauge.system.lazy import import_on_use
 
 if TYPE_CHECKING:
     from narrowgauge.distributed import fully_shard as fully_shard
     from narrowgauge.distributed import prepare_ddp as prepare_ddp
-    from narrowgauge.experiment.forecast import predict as predict
     from narrowgauge.formats import Format as Format
     from narrowgauge.formats import Specials as Specials
     from narrowgauge.formats import format as format
     from narrowgauge.formats import format_names as format_names
     from narrowgauge.formats import register_format as register_format
     from narrowgauge.formats import round_to as round_to
-    from narrowgauge.laboratory.advise.advise import advise as advise
-    from narrowgauge.laboratory.compare import compare as compare
-    from narrowgauge.laboratory.gauges import gauges as gauges
-    from narrowgauge.laboratory.plan import plan as plan
-    from narrowgauge.laboratory.probe import probe as probe
-    from narrowgauge.laboratory.search import search as search
-    from narrowgauge.laboratory.sensitivity import sensitivity as sensitivity
-    from narrowgauge.laboratory.train import train as train
     from narrowgauge.nn import audit as audit
     from narrowgauge.nn import convert as convert
     from narrowgauge.nn import kept_layers as kept_layers
@@ -45,7 +36,16 @@ if TYPE_CHECKING:
     from narrowgauge.recipes import load_recipe as load_recipe
     from narrowgauge.recipes import recipe as recipe
     from narrowgauge.recipes import recipe_names as recipe_names
-    from narrowgauge.runs import run as run
+    from narrowgauge.trainer.experiment.forecast import predict as predict
+    from narrowgauge.trainer.laboratory.advise.advise import advise as advise
+    from narrowgauge.trainer.laboratory.compare import compare as compare
+    from narrowgauge.trainer.laboratory.gauges import gauges as gauges
+    from narrowgauge.trainer.laboratory.plan import plan as plan
+    from narrowgauge.trainer.laboratory.probe import probe as probe
+    from narrowgauge.trainer.laboratory.search import search as search
+    from narrowgauge.trainer.laboratory.sensitivity import sensitivity as sensitivity
+    from narrowgauge.trainer.laboratory.train import train as train
+    from narrowgauge.trainer.runs import run as run
 else:
     __all__, __getattr__, __dir__ = import_on_use(__name__)
 

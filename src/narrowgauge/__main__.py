@@ -9,7 +9,7 @@ import os
 import sys
 from contextlib import nullcontext
 
-from narrowgauge.signals import die_with_launcher, stop_requests
+from narrowgauge.system.signals import die_with_launcher, stop_requests
 
 
 def main() -> int:
@@ -21,7 +21,7 @@ def main() -> int:
     trains = sys.argv[1:2] == ["train"]
     with stop_requests(at_the_end=True) if trains else nullcontext():
         try:
-            from narrowgauge.cli.main import main as run_command
+            from narrowgauge.trainer.cli.main import main as run_command
         except KeyboardInterrupt:
             print("narrowgauge: interrupted", file=sys.stderr)
             return 1

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from narrowgauge.analysis.averaging import GroupErrors, effective_bits, slope
+from narrowgauge.trainer.analysis.averaging import GroupErrors, effective_bits, slope
 
 
 def errors_of(draws):

@@ -7,15 +7,15 @@ import pytest
 from rich.console import Console
 
 import narrowgauge as ng
-from narrowgauge.analysis import Forks, alone, open_probed
-from narrowgauge.analysis.forks import wide
-from narrowgauge.errors import UserError
-from narrowgauge.laboratory.train import train_config
 from narrowgauge.quantization import cast
 from narrowgauge.recipes import GEMMS
-from narrowgauge.report import read_run
-from narrowgauge.report.verdict.rule import judge
-from narrowgauge.training import make_config
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.analysis import Forks, alone, open_probed
+from narrowgauge.trainer.analysis.forks import wide
+from narrowgauge.trainer.laboratory.train import train_config
+from narrowgauge.trainer.report import read_run
+from narrowgauge.trainer.report.verdict.rule import judge
+from narrowgauge.trainer.training import make_config
 
 QUIET = Console(quiet=True)
 STEPS = 6

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from narrowgauge.analysis import probe, probe_json
-from narrowgauge.analysis.gradient import Position, loss_and_gradient
-from narrowgauge.analysis.probe import Subject
-from narrowgauge.data import training_batch
-from narrowgauge.errors import UserError
 from narrowgauge.recipes import parse_recipe, recipe, recipe_names
-from narrowgauge.training import make_config
-from narrowgauge.training.step.build_model import build_model
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.analysis import probe, probe_json
+from narrowgauge.trainer.analysis.gradient import Position, loss_and_gradient
+from narrowgauge.trainer.analysis.probe import Subject
+from narrowgauge.trainer.data import training_batch
+from narrowgauge.trainer.training import make_config
+from narrowgauge.trainer.training.step.build_model import build_model
 
 CPU = torch.device("cpu")
 

@@ -9,10 +9,10 @@ from functools import cache
 
 import pytest
 
-from narrowgauge.analysis import BASELINES, baselines, choices_of, flops_budget, recipe_text, solve
-from narrowgauge.errors import UserError
 from narrowgauge.quantization import cast
 from narrowgauge.recipes import GEMM_PLACES, GEMMS, load_recipe, parse_recipe
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.analysis import BASELINES, baselines, choices_of, flops_budget, recipe_text, solve
 
 CASTS = {name: cast(name) for name in ("mxfp4", "mxfp8", "bf16")}
 WEIGHTS = {"blocks.0.down": 300, "blocks.1.down": 300, "head": 100}

@@ -8,7 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from narrowgauge.analysis import (
+from narrowgauge.quantization import cast
+from narrowgauge.recipes import GEMM_PLACES, recipe
+from narrowgauge.trainer.analysis import (
     backward_costs,
     exact_backward_costs,
     forward_costs,
@@ -18,11 +20,9 @@ from narrowgauge.analysis import (
     step_metric,
     worst,
 )
-from narrowgauge.analysis.gradient import loss_and_gradient, loss_of
-from narrowgauge.analysis.sensitivity import Cost
-from narrowgauge.analysis.update import lost, progress
-from narrowgauge.quantization import cast
-from narrowgauge.recipes import GEMM_PLACES, recipe
+from narrowgauge.trainer.analysis.gradient import loss_and_gradient, loss_of
+from narrowgauge.trainer.analysis.sensitivity import Cost
+from narrowgauge.trainer.analysis.update import lost, progress
 
 
 @pytest.fixture(scope="module")

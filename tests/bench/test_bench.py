@@ -5,20 +5,20 @@ import json
 import pytest
 import torch
 
-from narrowgauge.bench.bench import alive_at_once
-from narrowgauge.bench.ceilings import Ceilings, block_arguments
-from narrowgauge.bench.peers import peer_step
-from narrowgauge.bench.timing import Spread, speed_in_words
-from narrowgauge.bench.work import Attention, Gemm, work_of
-from narrowgauge.bench.worker import random_batches
-from narrowgauge.cli.main import main
-from narrowgauge.devices import imagine
-from narrowgauge.models import flops_per_token
 from narrowgauge.recipes import choose_backend, named_device, recipe_names
-from narrowgauge.simulate import H200, count_step
-from narrowgauge.torch_compat import scaled_mm
-from narrowgauge.training import make_config
-from narrowgauge.training.step.trainer import Trainer
+from narrowgauge.system.devices import imagine
+from narrowgauge.system.torch_compat import scaled_mm
+from narrowgauge.trainer.bench.bench import alive_at_once
+from narrowgauge.trainer.bench.ceilings import Ceilings, block_arguments
+from narrowgauge.trainer.bench.peers import peer_step
+from narrowgauge.trainer.bench.timing import Spread, speed_in_words
+from narrowgauge.trainer.bench.work import Attention, Gemm, work_of
+from narrowgauge.trainer.bench.worker import random_batches
+from narrowgauge.trainer.cli.main import main
+from narrowgauge.trainer.models import flops_per_token
+from narrowgauge.trainer.simulate import H200, count_step
+from narrowgauge.trainer.training import make_config
+from narrowgauge.trainer.training.step.trainer import Trainer
 
 CPU = torch.device("cpu")
 FOUR = {"training.batch_size": 4, "training.micro_batch_size": 2}

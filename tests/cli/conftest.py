@@ -6,8 +6,8 @@ import warnings
 
 import pytest
 
-from narrowgauge.cli.main import main
-from narrowgauge.runs.monitor.arithmetic import NO_CHOICE
+from narrowgauge.trainer.cli.main import main
+from narrowgauge.trainer.runs.monitor.arithmetic import NO_CHOICE
 from support.processes import Ended
 
 

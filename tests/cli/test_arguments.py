@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from narrowgauge.cli.line import config_values, read_line
-from narrowgauge.cli.signature import examples_of
-from narrowgauge.cli.table import GROUPS, VERBS, function_of
-from narrowgauge.errors import UserError
-from narrowgauge.runs import default_out
-from narrowgauge.training import config_keys, make_config, to_toml
-from narrowgauge.training.config.synonyms import other_names
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.cli.line import config_values, read_line
+from narrowgauge.trainer.cli.signature import examples_of
+from narrowgauge.trainer.cli.table import GROUPS, VERBS, function_of
+from narrowgauge.trainer.runs import default_out
+from narrowgauge.trainer.training import config_keys, make_config, to_toml
+from narrowgauge.trainer.training.config.synonyms import other_names
 
 
 def values(*words):

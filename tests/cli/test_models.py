@@ -9,7 +9,7 @@ import shutil
 import pytest
 import torch
 
-from narrowgauge.cli.main import main
+from narrowgauge.trainer.cli.main import main
 
 SHORT = ("--sequence-length", "32", "--batches", "2")
 

@@ -26,10 +26,10 @@ for name in ("fork", "pread", "statvfs", "sysconf", "confstr", "sched_getaffinit
     delattr(os, name)
 
 import narrowgauge as ng
-import narrowgauge.operating_system
-from narrowgauge.cli.main import main
+import narrowgauge.system.operating_system
+from narrowgauge.trainer.cli.main import main
 
-narrowgauge.operating_system.sys = types.SimpleNamespace(platform="win32")  # its name, and no more
+narrowgauge.system.operating_system.sys = types.SimpleNamespace(platform="win32")  # its name, and no more
 
 for name in ng.__all__:
     getattr(ng, name)
@@ -39,7 +39,7 @@ q = ng.quantize(torch.ones(2, 32), "mxfp4")
 said = {"codes": q.codes.flatten().tolist(), "gradient": bool(model[0].weight.grad.any())}
 try:
     ng.run({"training": {"steps": 1}})
-except ng.errors.UserError as error:
+except ng.system.errors.UserError as error:
     said["run"] = str(error)
 said["train"] = main(["train", "--steps", "1"])
 said["prepare"] = main(["prepare", "stdlib", "--out", "corpus"])

@@ -13,9 +13,9 @@ import threading
 import pytest
 from rich.console import Console
 
-from narrowgauge.cli.main import main
-from narrowgauge.distributed.process_group.failure import keep_traceback
-from narrowgauge.runs.monitor.progress import Display
+from narrowgauge.trainer.cli.main import main
+from narrowgauge.trainer.distributed.process_group.failure import keep_traceback
+from narrowgauge.trainer.runs.monitor.progress import Display
 from support.fault_table import case
 
 TEXT = "漢字 → déjà \udcff 🙂"  # the last but one: a byte of a file's name that is not UTF-8

@@ -8,8 +8,8 @@ import tomllib
 
 import pytest
 
-from narrowgauge.models import count_parameters, model_config, model_names
 from narrowgauge.recipes import load_recipe, recipe, recipe_names
+from narrowgauge.trainer.models import count_parameters, model_config, model_names
 
 
 def found(pattern, text):

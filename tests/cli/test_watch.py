@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import narrowgauge as ng
-from narrowgauge.laboratory.watch import LIVE, live_page, write_pages
+from narrowgauge.trainer.laboratory.watch import LIVE, live_page, write_pages
 
 pytestmark = pytest.mark.tier("thorough")  # tests/report/page/test_live.py shows each page without a process
 

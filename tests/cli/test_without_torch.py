@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import narrowgauge as ng
-from narrowgauge.cli.table import VERBS
+from narrowgauge.trainer.cli.table import VERBS
 
 SOURCE = Path(ng.__file__).parents[1]
 ABSENT = """
@@ -85,13 +85,13 @@ def test_what_exists_is_listed_without_torch_and_imports_its_verb_alone(without,
     assert (code, err) == (0, "")
     assert out
     modules = (without.root / "modules").read_text().split()
-    verbs = {name.split(".")[3] for name in modules if name.startswith("narrowgauge.cli.verbs.")}
+    verbs = {name.split(".")[4] for name in modules if name.startswith("narrowgauge.trainer.cli.verbs.")}
     if line in ("", "--help"):
         assert all(f"    {verb} " in out for verb in VERBS)
     else:
         assert verbs == ({ANSWERED[line]} if ANSWERED[line] else set())
     if line == "formats":
-        assert not {"numpy", "pydantic", "narrowgauge.training.config.schema"} & set(modules)
+        assert not {"numpy", "pydantic", "narrowgauge.trainer.training.config.schema"} & set(modules)
     if line == "train --help":
         assert "Train a model, or continue a run that stopped.\n" in out
         assert "--recipe" in out

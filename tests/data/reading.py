@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from narrowgauge.data.sources import no_text, open_source
-from narrowgauge.data.sources.records import Rejected
-from narrowgauge.errors import UserError
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.data.sources import no_text, open_source
+from narrowgauge.trainer.data.sources.records import Rejected
 
 
 def write(path: Path, content: str | bytes) -> Path:

@@ -6,8 +6,8 @@ import json
 import numpy as np
 import pytest
 
-from narrowgauge.data import open_corpus, prepare
-from narrowgauge.errors import UserError
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.data import open_corpus, prepare
 from support.fault_table import case
 
 DAMAGE = {"flip": lambda raw: raw[:-9] + bytes([raw[-9] ^ 0x80]) + raw[-8:], "cut": lambda raw: raw[:-2]}

@@ -5,8 +5,8 @@ import os
 import numpy as np
 import pytest
 
-from narrowgauge.data import export_tokens, open_data, open_megatron
-from narrowgauge.errors import UserError
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.data import export_tokens, open_data, open_megatron
 
 MEGATRON = [f"text_{part}_document.{end}" for part in ("train", "val") for end in ("bin", "idx")]
 

@@ -17,11 +17,11 @@ from pathlib import Path
 
 import torch
 
-from narrowgauge.checkpoint import lock_run
-from narrowgauge.distributed import Coordinator, StoppedByPeer, init_process_group, world_from
-from narrowgauge.errors import UserError
-from narrowgauge.files import write_whole
-from narrowgauge.signals import Preempted, StoppedEarly, die_with_launcher, stop_requests
+from narrowgauge.system.errors import UserError
+from narrowgauge.system.files import write_whole
+from narrowgauge.system.signals import Preempted, StoppedEarly, die_with_launcher, stop_requests
+from narrowgauge.trainer.checkpoint import lock_run
+from narrowgauge.trainer.distributed import Coordinator, StoppedByPeer, init_process_group, world_from
 
 ERRORS = {"value": ValueError, "user": UserError, "memory": MemoryError}
 

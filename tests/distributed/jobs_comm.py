@@ -11,16 +11,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import narrowgauge as ng
-from narrowgauge.collectives import (
-    all_gather_rows,
-    all_reduce_flat,
-    all_reduce_max,
-    all_reduce_max_,
-    all_reduce_values,
-    broadcast_object,
-    gather_objects,
-    reduce_scatter_rows,
-)
 from narrowgauge.distributed.comm.byte_counter import CommCounter
 from narrowgauge.distributed.comm.grad_hooks import (
     all_reduce_gradient_states,
@@ -31,7 +21,6 @@ from narrowgauge.distributed.comm.grad_hooks import (
 from narrowgauge.distributed.comm.quantized_reduce import all_reduce, reduce_scatter
 from narrowgauge.distributed.comm.shared_scales import WireFormat
 from narrowgauge.distributed.fsdp import quantized_fsdp, renew_gather_scales
-from narrowgauge.errors import UserError
 from narrowgauge.formats import decode, round_to
 from narrowgauge.kernels.cast import amaxes_of
 from narrowgauge.nn import set_step
@@ -47,6 +36,17 @@ from narrowgauge.quantization import (
     state_of,
 )
 from narrowgauge.quantization.scales import fp32_scale
+from narrowgauge.system.collectives import (
+    all_gather_rows,
+    all_reduce_flat,
+    all_reduce_max,
+    all_reduce_max_,
+    all_reduce_values,
+    broadcast_object,
+    gather_objects,
+    reduce_scatter_rows,
+)
+from narrowgauge.system.errors import UserError
 
 D = 16
 WORLD = lambda: dist.group.WORLD  # noqa: E731

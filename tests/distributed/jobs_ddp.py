@@ -10,11 +10,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import narrowgauge as ng
-from narrowgauge.data import Batch
-from narrowgauge.distributed import Engine, Mesh, MicroBatch, ModelSpec, ParallelDims, parallelize
-from narrowgauge.distributed.parallel.parallelize import Objective
-from narrowgauge.models import Transformer, model_config, starting_values
+from narrowgauge.distributed import Mesh, ParallelDims
 from narrowgauge.nn import Linear, recipe_tensors
+from narrowgauge.trainer.data import Batch
+from narrowgauge.trainer.distributed import Engine, MicroBatch, ModelSpec, parallelize
+from narrowgauge.trainer.distributed.parallel.parallelize import Objective
+from narrowgauge.trainer.models import Transformer, model_config, starting_values
 
 CPU = torch.device("cpu")
 STEPS, SAMPLES = 3, 2

@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 
 import narrowgauge as ng
-from narrowgauge.errors import UserError
 from narrowgauge.nn import recipe_tensors
 from narrowgauge.quantization import NarrowTensor
+from narrowgauge.system.errors import UserError
 from nn import idioms
 from nn.idioms_of_writing import WRITES
 

@@ -13,17 +13,17 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 import narrowgauge as ng
-from narrowgauge.data import Batch, open_data
 from narrowgauge.distributed import CommCounter, Mesh, ParallelDims
-from narrowgauge.distributed.parallel.expert_parallel import divide_experts
-from narrowgauge.models import Transformer, initialize, model_config
 from narrowgauge.nn import DTYPES, Linear, recipe_tensors, set_step
 from narrowgauge.quantization import local_tensor, master_or_weight, shard_of, state_of
-from narrowgauge.runs.loop.parallel_dims import parallel_dims_of
-from narrowgauge.runs.loop.validation import validation_loss
-from narrowgauge.simulate import MemoryTracker
-from narrowgauge.training.config.config import make_config
-from narrowgauge.training.step.trainer import Trainer
+from narrowgauge.trainer.data import Batch, open_data
+from narrowgauge.trainer.distributed.parallel.expert_parallel import divide_experts
+from narrowgauge.trainer.models import Transformer, initialize, model_config
+from narrowgauge.trainer.runs.loop.parallel_dims import parallel_dims_of
+from narrowgauge.trainer.runs.loop.validation import validation_loss
+from narrowgauge.trainer.simulate import MemoryTracker
+from narrowgauge.trainer.training.config.config import make_config
+from narrowgauge.trainer.training.step.trainer import Trainer
 
 CPU = torch.device("cpu")
 VOCABULARY, TOKENS = 64, 32

@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 import torch
 
-from narrowgauge.collectives import comm_tag, current_comm_tag, local_amax
+from narrowgauge.system.collectives import comm_tag, current_comm_tag, local_amax
 
 SHAPES = [(1,), (7, 5), (33, 129), (1000,), (4096, 17), (0,), (0, 3)]
 FILLS = {

@@ -5,9 +5,9 @@ import socket
 
 import pytest
 
-from narrowgauge.distributed import World
-from narrowgauge.distributed.process_group.rendezvous import open_store
-from narrowgauge.errors import UserError
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.distributed import World
+from narrowgauge.trainer.distributed.process_group.rendezvous import open_store
 
 
 def ends(processes, *codes):

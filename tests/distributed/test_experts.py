@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from narrowgauge.checkpoint import load
+from narrowgauge.trainer.checkpoint import load
 
 
 @pytest.mark.tier("thorough", keep=("fp32", "mxfp8"))

@@ -3,9 +3,9 @@
 import pytest
 
 from narrowgauge.distributed import ParallelDims, resolve_dims
-from narrowgauge.simulate import memory
-from narrowgauge.simulate.memory_estimate import estimate_step
-from narrowgauge.training import make_config
+from narrowgauge.trainer.simulate import memory
+from narrowgauge.trainer.simulate.memory_estimate import estimate_step
+from narrowgauge.trainer.training import make_config
 
 CASES = [
     ("msamp-o3", {"shard": 2}),

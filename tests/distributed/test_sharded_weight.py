@@ -5,7 +5,7 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 import narrowgauge as ng
-from narrowgauge.errors import UserError
+from narrowgauge.system.errors import UserError
 from nn.own_loop import is_on_page
 
 RECIPES = ("msamp-o3", "bf16-sr", "msamp-o1", "msamp-o2", "eco")

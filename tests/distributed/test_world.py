@@ -2,8 +2,8 @@
 
 import pytest
 
-from narrowgauge.distributed import world_from
-from narrowgauge.errors import UserError
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.distributed import world_from
 from support.fault_table import case
 from support.launch_environments import DEVICES, REFUSED, WORLDS, env
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from narrowgauge.errors import UserError
-from narrowgauge.experiment.arms import choose_arms, require_order, take_arms, take_experiment
-from narrowgauge.experiment.design import make_experiment
-from narrowgauge.experiment.jobs import collect_rows, next_job, remove_checkpoints, require_same
-from narrowgauge.runs.loop.two_losses import keep_losses
-from narrowgauge.runs.run_directory import RunDirectory
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.experiment.arms import choose_arms, require_order, take_arms, take_experiment
+from narrowgauge.trainer.experiment.design import make_experiment
+from narrowgauge.trainer.experiment.jobs import collect_rows, next_job, remove_checkpoints, require_same
+from narrowgauge.trainer.runs.loop.two_losses import keep_losses
+from narrowgauge.trainer.runs.run_directory import RunDirectory
 from publish.predictions import read_predictions
 
 ROOT = Path(__file__).parents[2]

@@ -2,11 +2,11 @@
 
 import pytest
 
-from narrowgauge.experiment.design import make_experiment
-from narrowgauge.experiment.grid import recipe_variants
-from narrowgauge.experiment.run import with_equal_threads
-from narrowgauge.runs.monitor import arithmetic
-from narrowgauge.runs.run_directory import RunDirectory
+from narrowgauge.trainer.experiment.design import make_experiment
+from narrowgauge.trainer.experiment.grid import recipe_variants
+from narrowgauge.trainer.experiment.run import with_equal_threads
+from narrowgauge.trainer.runs.monitor import arithmetic
+from narrowgauge.trainer.runs.run_directory import RunDirectory
 
 
 @pytest.fixture(autouse=True)

@@ -7,12 +7,12 @@ import tomllib
 import pytest
 from rich.console import Console
 
-from narrowgauge.errors import UserError
-from narrowgauge.experiment.arms import take_arms, take_experiment
-from narrowgauge.experiment.design import make_experiment
-from narrowgauge.experiment.jobs import collect_rows, next_job, remaining
-from narrowgauge.laboratory.compare import run_comparison
-from narrowgauge.report.verdict.rungs import Row, read_rows, rows_text
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.experiment.arms import take_arms, take_experiment
+from narrowgauge.trainer.experiment.design import make_experiment
+from narrowgauge.trainer.experiment.jobs import collect_rows, next_job, remaining
+from narrowgauge.trainer.laboratory.compare import run_comparison
+from narrowgauge.trainer.report.verdict.rungs import Row, read_rows, rows_text
 from support.in_process import train
 
 __all__ = ["train"]

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from narrowgauge.errors import UserError
-from narrowgauge.experiment.gate import Gate, gate_results, parse_gate
-from narrowgauge.report import read_runs
-from narrowgauge.report.verdict.verdict import verdicts
-from narrowgauge.runs.run_directory import RunDirectory
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.experiment.gate import Gate, gate_results, parse_gate
+from narrowgauge.trainer.report import read_runs
+from narrowgauge.trainer.report.verdict.verdict import verdicts
+from narrowgauge.trainer.runs.run_directory import RunDirectory
 
 
 def write_run(folder, recipe, seed, loss, status="done", reason="trained", model=""):

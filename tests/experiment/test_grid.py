@@ -2,10 +2,10 @@
 
 import pytest
 
-from narrowgauge.errors import UserError
-from narrowgauge.experiment.grid import Variant, make_runs, parse_variant, recipe_variants
-from narrowgauge.laboratory.arguments import names as words_of
-from narrowgauge.laboratory.arguments import parse_seeds
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.experiment.grid import Variant, make_runs, parse_variant, recipe_variants
+from narrowgauge.trainer.laboratory.arguments import names as words_of
+from narrowgauge.trainer.laboratory.arguments import parse_seeds
 
 SHORT = {"recipe": "recipe.name"}
 

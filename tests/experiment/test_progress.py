@@ -4,8 +4,8 @@ import io
 
 from rich.console import Console
 
-from narrowgauge.experiment.jobs import Job
-from narrowgauge.experiment.progress import ProgressTable
+from narrowgauge.trainer.experiment.jobs import Job
+from narrowgauge.trainer.experiment.progress import ProgressTable
 
 
 def test_a_pipe_hears_of_runs_at_work(tmp_path):

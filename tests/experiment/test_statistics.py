@@ -7,10 +7,17 @@ import random
 import pytest
 from rich.console import Console
 
-from narrowgauge.report.page.rungs import probe_table, rungs_section, rungs_svg
-from narrowgauge.report.table.rungs import print_results
-from narrowgauge.report.verdict.rungs import COLUMNS, Row, arm_results, extra_tokens, read_rows, rows_text
-from narrowgauge.t_interval import interval
+from narrowgauge.system.t_interval import interval
+from narrowgauge.trainer.report.page.rungs import probe_table, rungs_section, rungs_svg
+from narrowgauge.trainer.report.table.rungs import print_results
+from narrowgauge.trainer.report.verdict.rungs import (
+    COLUMNS,
+    Row,
+    arm_results,
+    extra_tokens,
+    read_rows,
+    rows_text,
+)
 from publish.contrasts import growth, ratio_interval
 from publish.page import results_markdown
 from publish.predictions import outcome, read_predictions

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from narrowgauge.nn import Linear
-from narrowgauge.training.step.trainer import Trainer
+from narrowgauge.trainer.training.step.trainer import Trainer
 
 RANK = int(os.environ.get("RANK", "0"))
 Undo = Callable[[], None]

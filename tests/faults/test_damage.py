@@ -11,7 +11,7 @@ import shutil
 
 import pytest
 
-from narrowgauge.checkpoint import newest_valid, read_manifest
+from narrowgauge.trainer.checkpoint import newest_valid, read_manifest
 from support.fault_runs import contents, flip_a_bit, newest
 from support.fault_table import RANKS, case
 from support.hostile import MALFORMED, Bomb, forge

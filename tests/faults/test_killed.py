@@ -12,8 +12,8 @@ import time
 
 import pytest
 
-from narrowgauge.checkpoint import steps
 from narrowgauge.recipes import recipe_names
+from narrowgauge.trainer.checkpoint import steps
 from support.fault_jobs import alive
 from support.fault_runs import WIDE, contents
 from support.fault_table import LATER, RANKS, case

@@ -6,7 +6,7 @@ import secrets
 
 import pytest
 
-from narrowgauge.checkpoint import is_finite, steps
+from narrowgauge.trainer.checkpoint import is_finite, steps
 from support.fault_runs import WIDE, assert_same_bits, newest, state
 from support.fault_table import LATER, RANKS, case
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from narrowgauge.checkpoint import steps
+from narrowgauge.trainer.checkpoint import steps
 from support.fault_jobs import alive
 from support.fault_table import RANKS, case
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from narrowgauge.checkpoint import newest_valid, read_manifest, steps
+from narrowgauge.trainer.checkpoint import newest_valid, read_manifest, steps
 from support.fault_table import RANKS, case
 
 BEHIND = {"checkpoint.asynchronous": True}

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from atlas import ladder_rows, quartet2_rows
-from narrowgauge.errors import UserError
 from narrowgauge.forecast import COLUMNS, described, read_atlas
+from narrowgauge.system.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 PUBLISHED = ROOT.parent / "shared" / "data" / "published" / "quartet2_runs.csv"

@@ -16,15 +16,15 @@ import pytest
 import forecasts
 import narrowgauge as ng
 import registry
-from narrowgauge.cli.main import main
-from narrowgauge.errors import UserError
 from narrowgauge.forecast import COLUMNS, Forecaster, described, read_atlas, scheme
 from narrowgauge.forecast.noise import TABLE, cast_text, measured_noise
 from narrowgauge.forecast.published import loss_of
-from narrowgauge.models import model_names
 from narrowgauge.recipes import GEMM_PLACES, recipe_names
-from narrowgauge.report.verdict.rungs import DIVERGED, DONE, Row, rows_text
-from narrowgauge.t_interval import Interval
+from narrowgauge.system.errors import UserError
+from narrowgauge.system.t_interval import Interval
+from narrowgauge.trainer.cli.main import main
+from narrowgauge.trainer.models import model_names
+from narrowgauge.trainer.report.verdict.rungs import DIVERGED, DONE, Row, rows_text
 
 
 @pytest.fixture(scope="module")

@@ -2,9 +2,9 @@
 
 import pytest
 
-from narrowgauge.errors import UserError
 from narrowgauge.forecast import described, scheme, scheme_names, tail_share
 from narrowgauge.recipes import parse_recipe, recipe, recipe_names
+from narrowgauge.system.errors import UserError
 
 
 def test_every_scheme_is_a_recipe_with_a_source():

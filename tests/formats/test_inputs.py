@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import narrowgauge as ng
-from narrowgauge.errors import UserError
 from narrowgauge.formats import decode, encode, format_names, holds, torch_dtype
 from narrowgauge.quantization import emulate, make_cast
 from narrowgauge.quantization.gauges.figures import gauge_operand
+from narrowgauge.system.errors import UserError
 
 X = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
 DOORS = {

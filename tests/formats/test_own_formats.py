@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import narrowgauge as ng
-from narrowgauge.errors import UserError
 from narrowgauge.formats import Format, Specials, decode, encode, format, format_names
+from narrowgauge.system.errors import UserError
 
 WIDTHS = [(signed, e, n - e) for signed in (True, False) for n in range(1, 9) for e in range(n + 1)]
 WIDTHS = [(signed, e, m) for signed, e, m in WIDTHS if 2 <= signed + e + m <= 8]

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import narrowgauge as ng
-from narrowgauge.errors import UserError
 from narrowgauge.formats import decode, encode, pack, random_stream, torch_dtype, unpack
 from narrowgauge.formats.rounding import round_finite_
+from narrowgauge.system.errors import UserError
 from oracle.rounding import round_scalar
 
 ML_DTYPES = {

@@ -16,9 +16,9 @@ from typing import Any
 import narrowgauge as ng
 from golden.cells import LIKE_GPT2, run_of
 from golden.runs import Worker, checkpoint_of, lines_of, sha
-from narrowgauge.runs import branch_run
-from narrowgauge.runs.run_directory import RunDirectory
-from narrowgauge.runs.use.branch import with_recipe
+from narrowgauge.trainer.runs import branch_run
+from narrowgauge.trainer.runs.run_directory import RunDirectory
+from narrowgauge.trainer.runs.use.branch import with_recipe
 
 Tree = Any
 

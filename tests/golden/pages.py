@@ -13,15 +13,15 @@ from pathlib import Path
 
 import torch
 
-from narrowgauge.data import bytes_tokenizer
-from narrowgauge.errors import UserError
 from narrowgauge.exchange import TARGETS, refusals
 from narrowgauge.quantization.keys import KEYS, Keys
 from narrowgauge.recipes import choose_backend, named_device, recipe, recipe_names
-from narrowgauge.runs.use.export import export_model
-from narrowgauge.runs.use.trained_model import TrainedRun
-from narrowgauge.training.config.config import make_config
-from narrowgauge.training.step.build_model import build_model, go_to
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.data import bytes_tokenizer
+from narrowgauge.trainer.runs.use.export import export_model
+from narrowgauge.trainer.runs.use.trained_model import TrainedRun
+from narrowgauge.trainer.training.config.config import make_config
+from narrowgauge.trainer.training.step.build_model import build_model, go_to
 
 DOCS, END = Path(__file__).parents[2] / "docs", "<!-- end -->"
 COLUMNS = {

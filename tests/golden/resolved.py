@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 
 import narrowgauge as ng
-from narrowgauge.models import Transformer, model_config
 from narrowgauge.nn import Linear
 from narrowgauge.recipes import recipe, recipe_names
 from narrowgauge.recipes.describe import recipe_facts
+from narrowgauge.trainer.models import Transformer, model_config
 
 FOLDER = Path(__file__).parent / "resolved"
 MODELS = ("gpt2-124m", "llama3-3b")

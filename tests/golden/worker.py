@@ -26,12 +26,12 @@ import torch
 from rich.console import Console
 
 import narrowgauge as ng
-import narrowgauge.laboratory.compare
-import narrowgauge.laboratory.train
-import narrowgauge.runs.use.export
+import narrowgauge.trainer.laboratory.compare
+import narrowgauge.trainer.laboratory.train
+import narrowgauge.trainer.runs.use.export
 from narrowgauge.__main__ import main as command_line
-from narrowgauge.runs.loop import resolve
-from narrowgauge.runs.monitor import yardstick
+from narrowgauge.trainer.runs.loop import resolve
+from narrowgauge.trainer.runs.monitor import yardstick
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from golden.arithmetic import fingerprint

@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from narrowgauge.torch_compat import all_gather_single, reduce_scatter_single
+from narrowgauge.system.torch_compat import all_gather_single, reduce_scatter_single
 
 PROCESSES, MOST_S = 2, 120
 _NUMBERS = 2**20

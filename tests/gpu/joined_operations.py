@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from gpu.operations import Found, Shape, drawn, passes
-from narrowgauge.collectives import local_amax
 from narrowgauge.formats import random_stream
 from narrowgauge.kernels import quantize
 from narrowgauge.kernels.cast import amaxes_of, codes_under, random_signs
@@ -18,6 +17,7 @@ from narrowgauge.kernels.norm import add_norm
 from narrowgauge.kernels.product import scaled_and_rounded
 from narrowgauge.nn.gemm import along_contraction, arguments, quantized_operand, tiled_operand
 from narrowgauge.quantization import Cast, QuantContext, cast, make_cast
+from narrowgauge.system.collectives import local_amax
 
 SIGNS = (16, 32, 64, 128)  # sizes of a Hadamard transform
 _SCALE = 40.0  # of earlier steps; some values saturate

@@ -10,7 +10,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from narrowgauge.collectives import local_amax
 from narrowgauge.formats import random_stream, stream_key
 from narrowgauge.kernels import adamw as narrow_adamw
 from narrowgauge.kernels import emulate, quantize
@@ -25,6 +24,7 @@ from narrowgauge.kernels.norm import add_norm
 from narrowgauge.nn.gemm import ROWS, Operand, multiply
 from narrowgauge.quantization import Cast, GradientState, QuantContext, QuantizedState, make_cast
 from narrowgauge.recipes import Recipe
+from narrowgauge.system.collectives import local_amax
 
 Shape = tuple[int, ...]
 Found = dict[str, Tensor | None]

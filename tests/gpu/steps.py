@@ -4,10 +4,10 @@ from contextlib import contextmanager
 
 import torch
 
-from narrowgauge.bench.worker import random_batches
-from narrowgauge.runs.monitor.hardware import use_device
-from narrowgauge.training import make_config
-from narrowgauge.training.step.trainer import Trainer
+from narrowgauge.trainer.bench.worker import random_batches
+from narrowgauge.trainer.runs.monitor.hardware import use_device
+from narrowgauge.trainer.training import make_config
+from narrowgauge.trainer.training.step.trainer import Trainer
 
 SIZES = {"dim": 256, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 768, "vocab_size": 1024}
 #: Where kernels are interpreted.

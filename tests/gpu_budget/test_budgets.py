@@ -13,12 +13,12 @@ from functools import cache
 
 import pytest
 
-from narrowgauge.cluster.plan.cluster_spec import cluster_names, load_cluster
-from narrowgauge.cluster.plan.counted import speeds_of
 from narrowgauge.recipes import named_device
-from narrowgauge.simulate import H200, count_step, count_whole
-from narrowgauge.simulate.speeds import FUNCTION_S, LAUNCH_S
-from narrowgauge.training import make_config
+from narrowgauge.trainer.cluster.plan.cluster_spec import cluster_names, load_cluster
+from narrowgauge.trainer.cluster.plan.counted import speeds_of
+from narrowgauge.trainer.simulate import H200, count_step, count_whole
+from narrowgauge.trainer.simulate.speeds import FUNCTION_S, LAUNCH_S
+from narrowgauge.trainer.training import make_config
 
 
 @dataclass(frozen=True)

@@ -12,18 +12,18 @@ import pytest
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from narrowgauge.data import Batch
-from narrowgauge.devices import imagine
 from narrowgauge.distributed import ParallelDims
-from narrowgauge.distributed.parallel import parallelize
-from narrowgauge.models import model_config
 from narrowgauge.recipes import named_device
-from narrowgauge.simulate import H200
-from narrowgauge.simulate.count import Total
-from narrowgauge.simulate.recorder import Recorder
-from narrowgauge.simulate.step import simulated_mesh
-from narrowgauge.training import make_config
-from narrowgauge.training.step.trainer import Trainer
+from narrowgauge.system.devices import imagine
+from narrowgauge.trainer.data import Batch
+from narrowgauge.trainer.distributed.parallel import parallelize
+from narrowgauge.trainer.models import model_config
+from narrowgauge.trainer.simulate import H200
+from narrowgauge.trainer.simulate.count import Total
+from narrowgauge.trainer.simulate.recorder import Recorder
+from narrowgauge.trainer.simulate.step import simulated_mesh
+from narrowgauge.trainer.training import make_config
+from narrowgauge.trainer.training.step.trainer import Trainer
 
 META = torch.device("meta")
 FIRST, NEXT, SCALES = "the first micro-batch", "each that follows", "new scales after the update"

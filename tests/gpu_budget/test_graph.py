@@ -14,14 +14,14 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from narrowgauge.data import Batch
-from narrowgauge.devices import imagine
-from narrowgauge.distributed.parallel.micro_batch_graph import graph_gap
 from narrowgauge.recipes import named_device, recipe_names
-from narrowgauge.simulate.recorder import Recorder
-from narrowgauge.torch_compat import operation_name, storage_key, tree_leaves
-from narrowgauge.training import make_config
-from narrowgauge.training.step.trainer import Trainer
+from narrowgauge.system.devices import imagine
+from narrowgauge.system.torch_compat import operation_name, storage_key, tree_leaves
+from narrowgauge.trainer.data import Batch
+from narrowgauge.trainer.distributed.parallel.micro_batch_graph import graph_gap
+from narrowgauge.trainer.simulate.recorder import Recorder
+from narrowgauge.trainer.training import make_config
+from narrowgauge.trainer.training.step.trainer import Trainer
 
 MICRO_BATCHES, TOKENS = 4, 64
 

@@ -19,8 +19,8 @@ from torchtitan.models.llama3.config_registry import llama3_debugmodel
 from torchtitan.trainer import Trainer
 
 import narrowgauge as ng
-from narrowgauge.errors import UserError
 from narrowgauge.integrations.torchtitan import NarrowConverter, NarrowLinear
+from narrowgauge.system.errors import UserError
 
 LINEAR = "narrowgauge.integrations.torchtitan.narrow_linear"
 OPTIMIZER = "narrowgauge.integrations.torchtitan.narrow_optimizer"

@@ -5,7 +5,7 @@ from importlib import import_module
 
 import pytest
 
-from narrowgauge.errors import UserError
+from narrowgauge.system.errors import UserError
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of others' packages
 

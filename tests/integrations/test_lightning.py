@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import narrowgauge as ng
-from narrowgauge.errors import UserError
+from narrowgauge.system.errors import UserError
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of others' packages
 

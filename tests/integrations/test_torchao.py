@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from narrowgauge.errors import UserError
 from narrowgauge.integrations import torchao as ours
+from narrowgauge.system.errors import UserError
 
 
 @pytest.fixture(scope="module")

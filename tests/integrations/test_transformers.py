@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import narrowgauge as ng
-from narrowgauge.errors import UserError
+from narrowgauge.system.errors import UserError
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of others' packages
 SAVING = {"save_strategy": "steps", "save_steps": 3}

@@ -21,12 +21,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 from gpu.operations import passes
 from gpu.table import OPERATIONS
-from narrowgauge.devices import imagine
 from narrowgauge.kernels.activation import gelu, swiglu
 from narrowgauge.kernels.cross_entropy import cross_entropy
 from narrowgauge.kernels.norm import norm
 from narrowgauge.kernels.triton import launch as door
 from narrowgauge.recipes import named_device
+from narrowgauge.system.devices import imagine
 from ptx.compiled import OPTIONS, source_of, target_of
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"

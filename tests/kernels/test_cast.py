@@ -7,8 +7,6 @@ import torch
 from torch._dynamo.backends.common import aot_autograd
 
 from kernels.common import INF, NAN, assert_same, needs_c, normal, of_traced_code, same_bits
-from narrowgauge.devices import imagine
-from narrowgauge.errors import UserError
 from narrowgauge.formats import random_stream, torch_dtype
 from narrowgauge.kernels import cast as module
 from narrowgauge.kernels import emulate, quantize
@@ -20,6 +18,8 @@ from narrowgauge.quantization import emulate as emulate_in_torch
 from narrowgauge.quantization import quantize as quantize_in_torch
 from narrowgauge.quantization.scales import fp32_scale
 from narrowgauge.recipes import named_device
+from narrowgauge.system.devices import imagine
+from narrowgauge.system.errors import UserError
 
 BF16, F32 = torch.bfloat16, torch.float32
 

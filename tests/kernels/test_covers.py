@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from gpu.table import OPERATIONS
-from narrowgauge.data import Batch
-from narrowgauge.devices import imagine
 from narrowgauge.recipes import named_device, recipe_names
-from narrowgauge.simulate.recorder import Recorder
-from narrowgauge.training import make_config
-from narrowgauge.training.step.trainer import Trainer
+from narrowgauge.system.devices import imagine
+from narrowgauge.trainer.data import Batch
+from narrowgauge.trainer.simulate.recorder import Recorder
+from narrowgauge.trainer.training import make_config
+from narrowgauge.trainer.training.step.trainer import Trainer
 from support.covering import covering, properties_of, representatives
 
 META = torch.device("meta")

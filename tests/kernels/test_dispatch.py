@@ -8,11 +8,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from narrowgauge import kernels
-from narrowgauge.devices import imagine
 from narrowgauge.kernels import dispatch, has_kernels
 from narrowgauge.kernels.dispatch import converts_to_fp8, use_kernels
 from narrowgauge.nn import gemm
 from narrowgauge.recipes import named_device
+from narrowgauge.system.devices import imagine
 
 
 def test_a_cpu_has_kernels_in_the_interpreter_only(monkeypatch):

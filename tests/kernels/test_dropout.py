@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from kernels.common import normal, of_traced_code
-from narrowgauge.errors import UserError
 from narrowgauge.kernels.dropout import Dropout
+from narrowgauge.system.errors import UserError
 
 CPU = torch.device("cpu")
 

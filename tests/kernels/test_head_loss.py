@@ -13,9 +13,9 @@ from kernels.common import DTYPES, assert_same, of_traced_code
 from narrowgauge.kernels.cross_entropy import IGNORED, objective_of
 from narrowgauge.kernels.dispatch import use_kernels
 from narrowgauge.kernels.head_loss import head_loss, rows_of_chunk
-from narrowgauge.models import Transformer, initialize, model_config
 from narrowgauge.nn import convert
 from narrowgauge.recipes import recipe as named
+from narrowgauge.trainer.models import Transformer, initialize, model_config
 
 T, D, V = 37, 24, 101
 F32, BF16, F16 = DTYPES

@@ -7,10 +7,10 @@ that they had when they were recorded. What a CUDA graph would get wrong goes wr
 import pytest
 import torch
 
-from narrowgauge.bench.worker import random_batches
 from narrowgauge.optim.gauges import make_gauges
-from narrowgauge.training import make_config
-from narrowgauge.training.step.trainer import Trainer
+from narrowgauge.trainer.bench.worker import random_batches
+from narrowgauge.trainer.training import make_config
+from narrowgauge.trainer.training.step.trainer import Trainer
 
 SMALL = {"dim": 32, "layers": 1, "heads": 2, "kv_heads": 1, "ffn_dim": 32, "vocab_size": 32}
 #: Recipe, micro-batches, keys of the model and of the training.

@@ -12,9 +12,9 @@ import torch
 from kernels.common import assert_same, normal
 from narrowgauge.kernels.amax import attach_amax, attached_amax
 from narrowgauge.kernels.dispatch import plain_operations
-from narrowgauge.models import Transformer, generate, initialize, model_config
 from narrowgauge.nn import NarrowResidual, convert
 from narrowgauge.recipes import recipe
+from narrowgauge.trainer.models import Transformer, generate, initialize, model_config
 
 BF16 = torch.bfloat16
 

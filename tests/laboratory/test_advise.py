@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 
 import narrowgauge as ng
-from narrowgauge.cli.line import config_values, read_line
-from narrowgauge.cli.main import main
-from narrowgauge.cluster.plan.cluster_spec import load_cluster
 from narrowgauge.distributed import ParallelDims
-from narrowgauge.errors import UserError
-from narrowgauge.laboratory.advise.question import RECIPES, unfit
-from narrowgauge.laboratory.advise.result import Advice
-from narrowgauge.laboratory.advise.space import Space
-from narrowgauge.models import model_names
-from narrowgauge.models.published import published
-from narrowgauge.training import make_config
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.cli.line import config_values, read_line
+from narrowgauge.trainer.cli.main import main
+from narrowgauge.trainer.cluster.plan.cluster_spec import load_cluster
+from narrowgauge.trainer.laboratory.advise.question import RECIPES, unfit
+from narrowgauge.trainer.laboratory.advise.result import Advice
+from narrowgauge.trainer.laboratory.advise.space import Space
+from narrowgauge.trainer.models import model_names
+from narrowgauge.trainer.models.published import published
+from narrowgauge.trainer.training import make_config
 
 CARD = """
 title = "a small card"

@@ -19,21 +19,21 @@ from typing import Any
 import pytest
 
 import narrowgauge as ng
-from narrowgauge.cli.line import config_values, read_line
-from narrowgauge.cli.main import main
-from narrowgauge.cluster.plan.budget import tokens_of
-from narrowgauge.cluster.plan.cluster_spec import Cluster, load_cluster
-from narrowgauge.cluster.plan.plan import expected_time
-from narrowgauge.devices import imagine
 from narrowgauge.distributed import ParallelDims
 from narrowgauge.forecast import Forecaster
-from narrowgauge.laboratory.advise.result import Advice
-from narrowgauge.models import count_block_weights, model_config
-from narrowgauge.models.published import published
 from narrowgauge.recipes import recipe
-from narrowgauge.runs import lay_out
-from narrowgauge.simulate import estimate_step
-from narrowgauge.training import Config, make_config
+from narrowgauge.system.devices import imagine
+from narrowgauge.trainer.cli.line import config_values, read_line
+from narrowgauge.trainer.cli.main import main
+from narrowgauge.trainer.cluster.plan.budget import tokens_of
+from narrowgauge.trainer.cluster.plan.cluster_spec import Cluster, load_cluster
+from narrowgauge.trainer.cluster.plan.plan import expected_time
+from narrowgauge.trainer.laboratory.advise.result import Advice
+from narrowgauge.trainer.models import count_block_weights, model_config
+from narrowgauge.trainer.models.published import published
+from narrowgauge.trainer.runs import lay_out
+from narrowgauge.trainer.simulate import estimate_step
+from narrowgauge.trainer.training import Config, make_config
 
 pytestmark = pytest.mark.tier("thorough")
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import narrowgauge as ng
-from narrowgauge.errors import UserError
 from narrowgauge.exchange import TARGETS, write_recipe
 from narrowgauge.formats import Format, Specials, decode, encode, format_names, pack, unpack
 from narrowgauge.quantization import cast
+from narrowgauge.system.errors import UserError
 
 E3M4 = Format("e3m4", 3, 4, 3, Specials.IEEE)
 TABLE = {"element": "e3m4", "block": 32, "scale": "e8m0"}

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import narrowgauge as ng
-from narrowgauge.errors import UserError
+from narrowgauge.system.errors import UserError
 
 
 def model_of(recipe="mxfp4"):

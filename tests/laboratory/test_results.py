@@ -10,8 +10,8 @@ import pytest
 import rich.console
 
 import narrowgauge as ng
-from narrowgauge.errors import UserError
-from narrowgauge.result import Result
+from narrowgauge.system.errors import UserError
+from narrowgauge.system.result import Result
 
 
 def the_same_in_every_form(result: Result, folder: Path) -> None:

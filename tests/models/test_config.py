@@ -2,9 +2,9 @@
 
 import pytest
 
-from narrowgauge.errors import UserError
-from narrowgauge.models import ModelConfig, model_config, model_names
-from narrowgauge.models.sizes import ALIASES, name_of
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.models import ModelConfig, model_config, model_names
+from narrowgauge.trainer.models.sizes import ALIASES, name_of
 
 SMALL = {"dim": 64, "layers": 1, "heads": 4, "ffn_dim": 128, "vocab_size": 50, "max_sequence_length": 16}
 

@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 
 import narrowgauge as ng
-from narrowgauge.cli.line import config_values, read_line
-from narrowgauge.data import open_data, prepare
-from narrowgauge.errors import UserError
-from narrowgauge.files import shipped_names
-from narrowgauge.models import count_parameters
-from narrowgauge.models.published import published
-from narrowgauge.training import load_values, make_config
-from narrowgauge.training.config.named import config_names, published_config, with_published
+from narrowgauge.system.errors import UserError
+from narrowgauge.system.files import shipped_names
+from narrowgauge.trainer.cli.line import config_values, read_line
+from narrowgauge.trainer.data import open_data, prepare
+from narrowgauge.trainer.models import count_parameters
+from narrowgauge.trainer.models.published import published
+from narrowgauge.trainer.training import load_values, make_config
+from narrowgauge.trainer.training.config.named import config_names, published_config, with_published
 
 # tokens in all and parameters, both in billions, as MS-AMP's scripts are known for
 PUBLISHED = {"gpt3-345m": (32.8, 0.355), "gpt3-6.7b": (100, 6.66), "gpt3-13b": (300, 12.85)}
@@ -49,7 +49,7 @@ def test_a_ready_configuration_is_the_run_it_names(name, tmp_path):
 
 def test_each_name_is_a_valid_configuration_wherever_a_file_is_read(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # no checkout is near
-    assert shipped_names("training/config/shipped") == sorted(PUBLISHED)
+    assert shipped_names("trainer/training/config/shipped") == sorted(PUBLISHED)
     for name in config_names():
         config = make_config(values_of(f"train {name} --recipe fp8"))
         assert (config.model.name, config.recipe.name) == (name, "fp8")

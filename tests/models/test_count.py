@@ -4,7 +4,13 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from narrowgauge.models import Transformer, count_parameters, flops_per_token, model_config, model_names
+from narrowgauge.trainer.models import (
+    Transformer,
+    count_parameters,
+    flops_per_token,
+    model_config,
+    model_names,
+)
 
 PUBLISHED = {
     "gpt2-124m": 124_439_808,

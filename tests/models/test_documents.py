@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from narrowgauge.kernels.attention import document_mask
-from narrowgauge.models import Transformer, initialize, model_config
+from narrowgauge.trainer.models import Transformer, initialize, model_config
 
 LENGTHS = [7, 1, 12, 4]
 POSITION_BT = torch.cat([torch.arange(n) for n in LENGTHS])[None].expand(2, -1)

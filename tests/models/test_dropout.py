@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from narrowgauge.errors import UserError
 from narrowgauge.kernels.attention import attend, attend_with_dropout, document_mask
-from narrowgauge.models import Transformer, generate, initialize, model_config
 from narrowgauge.nn import convert, set_step
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.models import Transformer, generate, initialize, model_config
 
 SMALL = {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 48, "vocab_size": 67}
 IDS = torch.randint(67, (2, 24), generator=torch.Generator().manual_seed(0))

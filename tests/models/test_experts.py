@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from narrowgauge.models import Transformer, initialize, model_config
-from narrowgauge.models.experts import Experts
+from narrowgauge.trainer.models import Transformer, initialize, model_config
+from narrowgauge.trainer.models.experts import Experts
 
 SIZES = {"dim": 16, "layers": 2, "heads": 2, "kv_heads": 1, "ffn_dim": 24, "vocab_size": 50, "experts": 5}
 

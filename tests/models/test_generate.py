@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from narrowgauge.errors import UserError
-from narrowgauge.models import KVCache, Transformer, generate, initialize, model_config
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.models import KVCache, Transformer, generate, initialize, model_config
 
 TINY = {
     **{"dim": 64, "layers": 2, "ffn_dim": 96, "vocab_size": 61},

@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers as hf
 
-from narrowgauge.models import Transformer, model_config
+from narrowgauge.trainer.models import Transformer, model_config
 
 V = 67
 

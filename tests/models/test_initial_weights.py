@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from narrowgauge.models import Transformer, initialize, model_config, model_names, starting_values
-from narrowgauge.training.config.config import load_values, make_config
-from narrowgauge.training.config.diff import to_toml, trajectory
+from narrowgauge.trainer.models import Transformer, initialize, model_config, model_names, starting_values
+from narrowgauge.trainer.training.config.config import load_values, make_config
+from narrowgauge.trainer.training.config.diff import to_toml, trajectory
 
 OURS = ("debug", "ladder-1m", "gpt2-debug", "moe-debug")
 SMALL = {"layers": 2, "heads": 4, "kv_heads": 4, "vocab_size": 512, "max_sequence_length": 256}

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from narrowgauge.models import model_config
-from narrowgauge.models.layers import Norm
+from narrowgauge.trainer.models import model_config
+from narrowgauge.trainer.models.layers import Norm
 
 
 def normal(*shape, seed=0):

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from narrowgauge.errors import UserError
-from narrowgauge.models import Transformer, initialize, model_config
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.models import Transformer, initialize, model_config
 
 # Published initial weights, under which every token is about as likely at first.
 TINY = {

@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from narrowgauge.models import Transformer, initialize, model_config
-from narrowgauge.models.operators import Embedding
 from narrowgauge.nn import convert
 from narrowgauge.nn import linear_function as products
 from narrowgauge.nn.linear import accumulating
+from narrowgauge.trainer.models import Transformer, initialize, model_config
+from narrowgauge.trainer.models.operators import Embedding
 
 SIZES = {"dim": 64, "layers": 2, "ffn_dim": 96, "vocab_size": 64, "max_sequence_length": 32}
 

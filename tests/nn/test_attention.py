@@ -7,13 +7,13 @@ import pytest
 import torch
 
 import narrowgauge as ng
-from narrowgauge.errors import UserError
 from narrowgauge.formats import RandomStream
 from narrowgauge.kernels.attention import document_mask
 from narrowgauge.nn import EqualShare
 from narrowgauge.nn.transformer import attention_function
 from narrowgauge.nn.transformer.attention_function import AttentionContext, narrow_attention
 from narrowgauge.quantization import make_cast
+from narrowgauge.system.errors import UserError
 from oracle import reference_quantize
 
 B, N, K, T, H = 2, 2, 1, 16, 16

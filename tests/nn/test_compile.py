@@ -14,11 +14,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import narrowgauge as ng
-from narrowgauge.models import ModelConfig, Transformer, initialize
 from narrowgauge.nn import convert, recipe_tensors, set_step
 from narrowgauge.nn.gemm import plain_mm
 from narrowgauge.quantization import cast, emulate, gradient_of
 from narrowgauge.recipes import recipe
+from narrowgauge.trainer.models import ModelConfig, Transformer, initialize
 from nn.layers import PLAIN
 from nn.own_loop import NARROW as NARROW_STATE
 from nn.own_loop import WIDE, assert_same, model, train

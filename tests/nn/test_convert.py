@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from narrowgauge.errors import UserError
 from narrowgauge.nn import Linear, convert
+from narrowgauge.system.errors import UserError
 
 
 class Block(nn.Module):

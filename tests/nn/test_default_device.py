@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import narrowgauge as ng
-from narrowgauge.models import Transformer, initialize, model_config
+from narrowgauge.trainer.models import Transformer, initialize, model_config
 
 SIZES = {"dim": 32, "layers": 1, "heads": 2, "ffn_dim": 32, "vocab_size": 64, "max_sequence_length": 16}
 RECIPES = ("bf16", "fp8-attention", "bf16-sr", "msamp-o2", "quartet", "tetrajet2-outliers", "fp8-delayed")

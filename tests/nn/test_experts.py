@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import narrowgauge as ng
-from narrowgauge.models import Transformer, initialize, model_config
-from narrowgauge.models.experts import Experts
 from narrowgauge.nn import DTYPES, set_step
 from narrowgauge.quantization import gradient_of
 from narrowgauge.recipes import parse_recipe
+from narrowgauge.trainer.models import Transformer, initialize, model_config
+from narrowgauge.trainer.models.experts import Experts
 
 SIZES = {"dim": 64, "heads": 2, "ffn_dim": 64, "vocab_size": 100, "experts": 4, "layers": 1}
 

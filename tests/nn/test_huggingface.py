@@ -7,9 +7,9 @@ import pytest
 import torch
 import transformers
 
-from narrowgauge.errors import UserError
 from narrowgauge.nn import Linear, convert, recipe_tensors
 from narrowgauge.optim import AdamW
+from narrowgauge.system.errors import UserError
 
 V, D, E = 67, 64, 4
 IDS = torch.randint(V, (2, 40), generator=torch.Generator().manual_seed(0))

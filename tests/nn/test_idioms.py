@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import narrowgauge as ng
-from narrowgauge.errors import UserError
+from narrowgauge.system.errors import UserError
 from nn import idioms
 from nn.idioms_of_writing import WRITES
 

@@ -10,13 +10,13 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from narrowgauge.errors import UserError
 from narrowgauge.formats import random_stream, round_to
 from narrowgauge.nn import Linear, convert
 from narrowgauge.nn.linear import accumulating
 from narrowgauge.optim import AdamW
 from narrowgauge.quantization import Cast, QuantContext, estimator_slope, quantize_in_context
 from narrowgauge.recipes import GEMM_PLACES, Recipe, recipe
+from narrowgauge.system.errors import UserError
 from nn.layers import COVER, PLAIN, batch, make
 
 SEED, STEP, INDEX = 7, 3, 5

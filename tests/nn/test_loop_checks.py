@@ -8,9 +8,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import narrowgauge as ng
-from narrowgauge.errors import UserError
 from narrowgauge.nn import EqualShare, LinearShards
 from narrowgauge.quantization import gradient_of, state_of
+from narrowgauge.system.errors import UserError
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import narrowgauge as ng
-from narrowgauge.errors import UserError
 from narrowgauge.exchange import refusals
 from narrowgauge.formats import RandomStream, decode
 from narrowgauge.guard.widening import places_with, rule_for
@@ -14,6 +13,7 @@ from narrowgauge.nn import Linear, convert, discard_step, recipe_tensors, set_st
 from narrowgauge.nn.histories import AmaxHistory, end_steps
 from narrowgauge.quantization import QuantContext, emulate, make_cast, quantize_in_context
 from narrowgauge.recipes import Device, choose_backend, parse_recipe
+from narrowgauge.system.errors import UserError
 from oracle import reference_quantize
 
 K, N = 64, 32

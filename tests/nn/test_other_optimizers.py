@@ -9,7 +9,7 @@ import torch
 from torch import nn, optim
 
 import narrowgauge as ng
-from narrowgauge.errors import UserError
+from narrowgauge.system.errors import UserError
 from nn.own_loop import is_on_page
 
 RECIPES = ("bf16-sr", "msamp-o2", "msamp-o3", "eco")

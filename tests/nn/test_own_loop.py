@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import narrowgauge as ng
-from narrowgauge.errors import UserError
 from narrowgauge.quantization import gradient_of, has_gradient
+from narrowgauge.system.errors import UserError
 from nn.layers import COVER
 from nn.own_loop import NARROW, assert_same, batch, model, numbers_of, row, train
 

@@ -9,9 +9,9 @@ import torch
 import transformers
 from torch import nn
 
-from narrowgauge.errors import UserError
 from narrowgauge.nn import Linear, audit, convert
 from narrowgauge.recipes import parse_recipe
+from narrowgauge.system.errors import UserError
 
 X = torch.arange(64.0).sin().reshape(2, 4, 8)
 

@@ -4,7 +4,6 @@ more; in the backward pass, kept in their bits; on the way between processes. An
 import pytest
 import torch
 
-from narrowgauge.errors import UserError
 from narrowgauge.formats import random_stream
 from narrowgauge.nn import Linear
 from narrowgauge.nn.step_state import stream_ids
@@ -19,6 +18,7 @@ from narrowgauge.quantization import (
     quantize_in_context,
 )
 from narrowgauge.recipes import Device, choose_backend, parse_recipe, recipe
+from narrowgauge.system.errors import UserError
 
 M, K, N = 64, 96, 32
 DEQUANTIZED = 'compute = "fp32"\nfprop = "mxfp4"\ndgrad.w = "fprop.w"\nwgrad.x = "fprop.x"\n'

@@ -9,12 +9,12 @@ from torch import nn
 from torch.autograd import forward_ad, functional
 
 import narrowgauge as ng
-from narrowgauge.errors import UserError
 from narrowgauge.kernels.attention import Attention
 from narrowgauge.kernels.attention.in_order import attend_in_order
 from narrowgauge.kernels.cross_entropy import cross_entropy
 from narrowgauge.kernels.head_loss import head_loss
 from narrowgauge.kernels.residual import Residual
+from narrowgauge.system.errors import UserError
 from nn.own_loop import is_on_page
 
 

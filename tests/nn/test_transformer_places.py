@@ -4,14 +4,14 @@ import pytest
 import torch
 
 import narrowgauge as ng
-from narrowgauge.errors import UserError
 from narrowgauge.kernels.attention import Attention
 from narrowgauge.kernels.residual import Residual
-from narrowgauge.models import ModelConfig, Transformer, generate, initialize
 from narrowgauge.nn import Gauges, NarrowAttention, NarrowResidual, Stepped, discard_step, set_step
 from narrowgauge.quantization import gradient_of, make_cast
 from narrowgauge.recipes import parse_recipe, recipe, recipe_names, require_attention_shapes
-from narrowgauge.runs.use.trained_model import TrainedRun
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.models import ModelConfig, Transformer, generate, initialize
+from narrowgauge.trainer.runs.use.trained_model import TrainedRun
 from nn.layers import same
 
 MODEL = {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 64, "vocab_size": 67}

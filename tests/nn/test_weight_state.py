@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from narrowgauge.models import Transformer, initialize, model_config
 from narrowgauge.nn import Linear, convert, recipe_tensors, set_step
 from narrowgauge.optim import AdamW
 from narrowgauge.quantization import (
@@ -17,6 +16,7 @@ from narrowgauge.quantization import (
     stored_tensor,
 )
 from narrowgauge.recipes import parse_recipe, recipe
+from narrowgauge.trainer.models import Transformer, initialize, model_config
 from nn.layers import COVER, batch, same
 
 K, N = 96, 64

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 import narrowgauge as ng
-from narrowgauge.errors import UserError
-from narrowgauge.models import Transformer, model_config
 from narrowgauge.nn import set_step
 from narrowgauge.optim import AdamW, parameter_groups, set_learning_rate
 from narrowgauge.quantization import gradient_of, state_of
 from narrowgauge.recipes import recipe
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.models import Transformer, model_config
 from support.fault_table import case
 
 POW2 = {"cast": "e4m3", "power_of_two": True}

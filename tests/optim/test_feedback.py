@@ -5,11 +5,11 @@ import pytest
 import torch
 
 import narrowgauge as ng
-from narrowgauge.errors import UserError
 from narrowgauge.nn import convert
 from narrowgauge.optim import AdamW, Muon
 from narrowgauge.quantization import state_of
 from narrowgauge.recipes import parse_recipe, recipe
+from narrowgauge.system.errors import UserError
 
 FED = 'weight = {cast = "e4m3", feedback = "momentum"}'
 LR, BETAS, EPS, DECAY = 3e-3, (0.9, 0.95), 1e-8, 0.1

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import narrowgauge as ng
-from narrowgauge.errors import UserError
 from narrowgauge.quantization import stored_tensor
+from narrowgauge.system.errors import UserError
 
 SHAPE = (64, 64)  # large enough for narrow moments
 

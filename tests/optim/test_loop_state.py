@@ -12,12 +12,12 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import narrowgauge as ng
-from narrowgauge.errors import UserError
 from narrowgauge.kernels.attention import Attention
 from narrowgauge.kernels.residual import Residual
 from narrowgauge.nn import recipe_tensors
 from narrowgauge.quantization import state_of
 from narrowgauge.recipes import recipe, recipe_names
+from narrowgauge.system.errors import UserError
 from nn.own_loop import is_on_page
 
 STEPS = 6

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import narrowgauge as ng
-from narrowgauge.errors import UserError
-from narrowgauge.models import Transformer, model_config
 from narrowgauge.optim import Muon, parameter_groups
 from narrowgauge.recipes import recipe
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.models import Transformer, model_config
 
 
 def matrices(seed=0):

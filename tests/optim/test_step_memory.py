@@ -5,7 +5,7 @@ import torch
 
 import narrowgauge as ng
 from narrowgauge.formats import encode_finite_, format
-from narrowgauge.simulate.recorder import Recorder
+from narrowgauge.trainer.simulate.recorder import Recorder
 
 SIZE = 64  # of square matrices, large enough for narrow moments
 

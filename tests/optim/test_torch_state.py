@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import narrowgauge as ng
-from narrowgauge.errors import UserError
+from narrowgauge.system.errors import UserError
 
 
 def stepped(optimizer, parameters, steps):

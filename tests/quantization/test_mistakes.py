@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import narrowgauge as ng
-from narrowgauge.errors import UserError
 from narrowgauge.quantization import QuantizedState, make_cast
 from narrowgauge.recipes import parse_recipe
+from narrowgauge.system.errors import UserError
 
 KEEP = 'keep_channels = 0.1, keep_cast = "bf16"'
 FOUR_OVER_SIX = 'cast = "nvfp4", candidates = [6, 4], choose = "mae"'

@@ -10,7 +10,6 @@ import sys
 import pytest
 import torch
 
-from narrowgauge import operating_system
 from narrowgauge.formats import RandomStream, random_stream
 from narrowgauge.quantization import QuantContext, emulate, make_cast, quantize_in_context
 from narrowgauge.quantization.blocks import blocks_of
@@ -18,6 +17,7 @@ from narrowgauge.quantization.passes import build, in_c, in_torch
 from narrowgauge.quantization.passes.in_torch import Split
 from narrowgauge.quantization.quantize import block_amax
 from narrowgauge.quantization.scales import scales_from
+from narrowgauge.system import operating_system
 from quantization.casts import CASTS
 
 needs_c = pytest.mark.skipif(not build.compiler(), reason="there is no C compiler")

@@ -6,9 +6,6 @@ from collections import Counter
 import pytest
 import torch
 
-from narrowgauge.cluster.doctor.torch_setup.builds import BUILDS
-from narrowgauge.errors import UserError
-from narrowgauge.files import shipped_text
 from narrowgauge.recipes import (
     BACKENDS,
     SCHEMES,
@@ -21,6 +18,9 @@ from narrowgauge.recipes import (
     recipe,
     recipe_names,
 )
+from narrowgauge.system.errors import UserError
+from narrowgauge.system.files import shipped_text
+from narrowgauge.trainer.cluster.doctor.torch_setup.builds import BUILDS
 
 
 def nvidia(major, minor, cuda=(13, 0)):

@@ -10,10 +10,6 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from narrowgauge.analysis.probe import has_memory
-from narrowgauge.checkpoint.interop.compressed_tensors import _scheme
-from narrowgauge.devices import imagine
-from narrowgauge.errors import UserError
 from narrowgauge.exchange import TARGETS, refusals
 from narrowgauge.formats import RandomStream
 from narrowgauge.kernels.adamw import _supports_cast
@@ -27,7 +23,11 @@ from narrowgauge.recipes import named_device, places, recipe
 from narrowgauge.recipes.backend import SCHEMES
 from narrowgauge.recipes.describe import changed_keys
 from narrowgauge.recipes.recipe_rules import require_place, require_recipe
-from narrowgauge.runs.use.trained_model import is_tokenwise
+from narrowgauge.system.devices import imagine
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.analysis.probe import has_memory
+from narrowgauge.trainer.checkpoint.interop.compressed_tensors import _scheme
+from narrowgauge.trainer.runs.use.trained_model import is_tokenwise
 from support.unchecked import unchecked
 
 E4M3, NVFP4, ROW = cast("e4m3"), cast("nvfp4"), cast("fp8-row")

@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from narrowgauge.errors import UserError
 from narrowgauge.exchange import SOURCES, read_recipe, refusals, write_recipe
 from narrowgauge.quantization import make_cast
 from narrowgauge.recipes import recipe, recipe_names
+from narrowgauge.system.errors import UserError
 
 BLOCKS = 8
 NAMES = (*recipe_names(), *recipe_names("modelopt"))

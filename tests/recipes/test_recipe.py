@@ -4,7 +4,6 @@ import importlib.resources
 
 import pytest
 
-from narrowgauge.errors import UserError
 from narrowgauge.quantization import make_cast
 from narrowgauge.recipes import (
     ATTENTION_PLACES,
@@ -17,8 +16,9 @@ from narrowgauge.recipes import (
     recipe,
     recipe_names,
 )
-from narrowgauge.training.config.config import make_config
-from narrowgauge.training.config.diff import trajectory
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.training.config.config import make_config
+from narrowgauge.trainer.training.config.diff import trajectory
 
 FOLDER = importlib.resources.files("narrowgauge.recipes") / "shipped"
 WIDE = ("fp32", "bf16", "bf16-sr", "eco", "fp16")

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from narrowgauge import convert
-from narrowgauge.errors import UserError
 from narrowgauge.nn import outline_of
 from narrowgauge.quantization import make_cast
 from narrowgauge.recipes import (
@@ -18,6 +17,7 @@ from narrowgauge.recipes import (
     require_matches,
     resolve,
 )
+from narrowgauge.system.errors import UserError
 
 LAYERS = [(f"blocks.{i}.{n}", i) for i in range(8) for n in ("qkv", "down")] + [("head", None)]
 BF16 = make_cast("bf16")

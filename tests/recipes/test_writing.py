@@ -12,13 +12,13 @@ import pytest
 import torch
 
 import narrowgauge as ng
-from narrowgauge.cli.main import main
-from narrowgauge.errors import UserError
 from narrowgauge.exchange import TARGETS, Refused, refusals, write_recipe
-from narrowgauge.models import Transformer, model_config
 from narrowgauge.nn import Linear
 from narrowgauge.quantization import Cast, make_cast
 from narrowgauge.recipes import GEMM_PLACES, Recipe, parse_recipe, recipe
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.cli.main import main
+from narrowgauge.trainer.models import Transformer, model_config
 from support.unchecked import unchecked
 
 #: A recipe that the target can express.

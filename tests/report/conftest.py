@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from narrowgauge.runs.run_directory import RunDirectory
+from narrowgauge.trainer.runs.run_directory import RunDirectory
 
 CONFIG = """\
 [model]

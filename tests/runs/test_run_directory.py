@@ -5,10 +5,10 @@ import os
 
 import pytest
 
-from narrowgauge.errors import UserError
 from narrowgauge.recipes import recipe
-from narrowgauge.runs.run_directory import RunDirectory
-from narrowgauge.training import make_config
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.runs.run_directory import RunDirectory
+from narrowgauge.trainer.training import make_config
 
 DAMAGED = ("steps = = 3", "[training]\nsteps = 'many'\n", "[training]\nstepps = 3\n")
 

@@ -3,17 +3,17 @@
 import pytest
 import torch
 
-from narrowgauge.devices import imagine
-from narrowgauge.errors import UserError
 from narrowgauge.kernels.dispatch import has_kernels
-from narrowgauge.models import count_parameters
 from narrowgauge.recipes import device_facts, named_device
-from narrowgauge.simulate import H200, count_step
-from narrowgauge.simulate.operations import Cost
-from narrowgauge.simulate.recorder import Recorder
-from narrowgauge.torch_compat import TorchDispatchMode, operation_name
-from narrowgauge.training import make_config
-from narrowgauge.training.step.build_model import build_model
+from narrowgauge.system.devices import imagine
+from narrowgauge.system.errors import UserError
+from narrowgauge.system.torch_compat import TorchDispatchMode, operation_name
+from narrowgauge.trainer.models import count_parameters
+from narrowgauge.trainer.simulate import H200, count_step
+from narrowgauge.trainer.simulate.operations import Cost
+from narrowgauge.trainer.simulate.recorder import Recorder
+from narrowgauge.trainer.training import make_config
+from narrowgauge.trainer.training.step.build_model import build_model
 
 META = torch.device("meta")
 

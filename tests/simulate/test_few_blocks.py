@@ -4,10 +4,10 @@ import pytest
 
 from narrowgauge.distributed import ParallelDims
 from narrowgauge.recipes import named_device
-from narrowgauge.simulate import H200, count_step, count_whole, estimate_step
-from narrowgauge.simulate.few_blocks import few_blocks
-from narrowgauge.simulate.memory_estimate import _heaviest
-from narrowgauge.training import make_config
+from narrowgauge.trainer.simulate import H200, count_step, count_whole, estimate_step
+from narrowgauge.trainer.simulate.few_blocks import few_blocks
+from narrowgauge.trainer.simulate.memory_estimate import _heaviest
+from narrowgauge.trainer.training import make_config
 
 RULE = """
 saved = "operand"

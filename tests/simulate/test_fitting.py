@@ -4,9 +4,9 @@ from itertools import product
 
 import pytest
 
-from narrowgauge.simulate import cheaper, estimate_memory, fitting
-from narrowgauge.simulate.advice import least_state
-from narrowgauge.training import make_config
+from narrowgauge.trainer.simulate import cheaper, estimate_memory, fitting
+from narrowgauge.trainer.simulate.advice import least_state
+from narrowgauge.trainer.training import make_config
 
 ALL = "master,grad,m,v"
 STATES = ("fp8", "eco", "msamp-o3")  # wide, without a master, and with one

@@ -3,18 +3,18 @@
 import pytest
 import torch
 
-from narrowgauge.data import prepare
-from narrowgauge.errors import UserError
 from narrowgauge.kernels import choose_products
 from narrowgauge.quantization import state_of
 from narrowgauge.recipes import recipe, recipe_names
-from narrowgauge.runs.run_directory import RunDirectory
-from narrowgauge.simulate import memory
-from narrowgauge.simulate.memory import MemoryTracker
-from narrowgauge.simulate.memory_estimate import estimate_memory
-from narrowgauge.training import make_config
-from narrowgauge.training.step.trainer import Trainer
-from narrowgauge.units import parse_bytes
+from narrowgauge.system.errors import UserError
+from narrowgauge.system.units import parse_bytes
+from narrowgauge.trainer.data import prepare
+from narrowgauge.trainer.runs.run_directory import RunDirectory
+from narrowgauge.trainer.simulate import memory
+from narrowgauge.trainer.simulate.memory import MemoryTracker
+from narrowgauge.trainer.simulate.memory_estimate import estimate_memory
+from narrowgauge.trainer.training import make_config
+from narrowgauge.trainer.training.step.trainer import Trainer
 
 CPU = torch.device("cpu")
 WIDE = {"model.dim": 128, "model.ffn_dim": 256}  # matrices large enough for narrow moments

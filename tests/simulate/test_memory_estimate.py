@@ -4,9 +4,9 @@ import pytest
 
 from narrowgauge.distributed import ParallelDims
 from narrowgauge.recipes import recipe_names
-from narrowgauge.simulate import estimate_step
-from narrowgauge.simulate.step import simulate_step
-from narrowgauge.training import make_config
+from narrowgauge.trainer.simulate import estimate_step
+from narrowgauge.trainer.simulate.step import simulate_step
+from narrowgauge.trainer.training import make_config
 from support.covering import covering, properties_of
 
 KINDS = ("tensor", "context", "shard", "pipeline")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from narrowgauge.simulate.recorder import Recorder
+from narrowgauge.trainer.simulate.recorder import Recorder
 
 META = torch.device("meta")
 

@@ -2,14 +2,14 @@
 
 import pytest
 
-from narrowgauge.cluster.plan.cluster_spec import load_cluster
-from narrowgauge.cluster.plan.plan import make_plan
-from narrowgauge.devices import imagine
 from narrowgauge.recipes import named_device
-from narrowgauge.simulate import ALONE, Memory, Room, count_step, estimate_memory
-from narrowgauge.simulate.memory import CLASSES
-from narrowgauge.simulate.room import CONTEXT, FRAGMENTATION
-from narrowgauge.training import make_config
+from narrowgauge.system.devices import imagine
+from narrowgauge.trainer.cluster.plan.cluster_spec import load_cluster
+from narrowgauge.trainer.cluster.plan.plan import make_plan
+from narrowgauge.trainer.simulate import ALONE, Memory, Room, count_step, estimate_memory
+from narrowgauge.trainer.simulate.memory import CLASSES
+from narrowgauge.trainer.simulate.room import CONTEXT, FRAGMENTATION
+from narrowgauge.trainer.training import make_config
 
 GIB = 2**30
 

@@ -20,7 +20,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from narrowgauge.checkpoint import (
+from narrowgauge.system.files import write_whole
+from narrowgauge.system.json_lines import append_lines
+from narrowgauge.trainer.checkpoint import (
     AsyncSaver,
     LocalTensor,
     choose_step,
@@ -30,8 +32,6 @@ from narrowgauge.checkpoint import (
     restore_distributed,
     steps,
 )
-from narrowgauge.files import write_whole
-from narrowgauge.json_lines import append_lines
 
 SHAPES = {
     "rows": (7, 6),

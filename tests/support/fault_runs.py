@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from narrowgauge.checkpoint import load, steps
+from narrowgauge.trainer.checkpoint import load, steps
 from support.fault_jobs import Job, JobEnded, free_port
 from support.processes import TORCHRUN
 

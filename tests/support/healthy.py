@@ -1,6 +1,6 @@
 """A machine without a GPU on which nothing is wrong; the tests of the doctor break one thing at a time."""
 
-from narrowgauge.cluster.doctor.facts import Compiler, Disk, Facts, Hardware, Hub, Software, System
+from narrowgauge.trainer.cluster.doctor.facts import Compiler, Disk, Facts, Hardware, Hub, Software, System
 
 CPU_ONLY = Facts(
     software=Software(

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from narrowgauge.runs import run
-from narrowgauge.runs.monitor.arithmetic import NO_CHOICE
-from narrowgauge.training.step.trainer import Trainer
+from narrowgauge.trainer.runs import run
+from narrowgauge.trainer.runs.monitor.arithmetic import NO_CHOICE
+from narrowgauge.trainer.training.step.trainer import Trainer
 
 
 def run_here(values: Mapping[str, Any], path: Path, said: io.StringIO | None = None, **options: Any) -> Path:

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
-from narrowgauge.data.tokenization.tokenizer import Tokenizer, load_tokenizer
+from narrowgauge.trainer.data.tokenization.tokenizer import Tokenizer, load_tokenizer
 
 MARK = "\u2581"
 _MERGES = [(MARK, "s"), ("t", "r"), (MARK, "tr"), ("a", "m"), (MARK, MARK), (MARK, "c")]

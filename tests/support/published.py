@@ -12,11 +12,11 @@ The settings belong to a program, are the same in all of its rows, and nothing i
 from dataclasses import dataclass, field
 from typing import Any
 
-from narrowgauge.devices import imagine
 from narrowgauge.distributed import ParallelDims
 from narrowgauge.recipes import named_device
-from narrowgauge.simulate import estimate_step
-from narrowgauge.training import make_config
+from narrowgauge.system.devices import imagine
+from narrowgauge.trainer.simulate import estimate_step
+from narrowgauge.trainer.training import make_config
 
 GB, GIB = 10**9, 2**30
 GPT = {"name": "custom", "bias": True, "norm": "layer", "mlp": "gelu", "positions": "rope", "tied_head": True}

@@ -11,13 +11,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.cluster.plan.cluster_spec import load_cluster
-from narrowgauge.cluster.plan.estimate import Estimate, estimate
-from narrowgauge.devices import imagine
-from narrowgauge.models import count_parameters
-from narrowgauge.runs import parallel_dims_of
-from narrowgauge.simulate import estimate_step
-from narrowgauge.training import Config, make_config
+from narrowgauge.system.devices import imagine
+from narrowgauge.trainer.cluster.plan.cluster_spec import load_cluster
+from narrowgauge.trainer.cluster.plan.estimate import Estimate, estimate
+from narrowgauge.trainer.models import count_parameters
+from narrowgauge.trainer.runs import parallel_dims_of
+from narrowgauge.trainer.simulate import estimate_step
+from narrowgauge.trainer.training import Config, make_config
 
 SOURCES = {
     "torchtitan 8B, 8 nodes of Frontier": "github.com/eminorhan/frontier-torchtitan, README",
@@ -188,7 +188,7 @@ def of_machine(name: str) -> list[Speed]:
 
 def main() -> None:
     """Write the [[measured]] tables of all machines again, or of those that are named."""
-    folder = Path(__file__).parents[2] / "src/narrowgauge/cluster/plan/machines"
+    folder = Path(__file__).parents[2] / "src/narrowgauge/trainer/cluster/plan/machines"
     for file in sorted(folder.glob("*.toml")):
         if (rows := of_machine(file.stem)) and file.stem in (sys.argv[1:] or [file.stem]):
             figures = file.read_text(encoding="utf-8").partition(HEAD)[0].rstrip("\n")

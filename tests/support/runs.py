@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.checkpoint import read_manifest, steps
+from narrowgauge.trainer.checkpoint import read_manifest, steps
 
 WORDS = ["narrow", "gauge", "rail", "train", "coal", "steam", "valley", "signal"]
 Values = dict[str, dict[str, Any]]

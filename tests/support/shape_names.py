@@ -26,6 +26,11 @@ def letters_of(name: str) -> str:
     return match[1] if match else ""
 
 
+def room_of(module: str) -> str:
+    """The room of a module of the package; "" for the package, and for the folder of the trainer's rooms."""
+    return ([part for part in module.split(".")[1:] if part != "trainer"] or [""])[0]
+
+
 def check_shapes(function: Callable[..., Any]) -> Callable[..., Any]:
     """The same function, whose tensors must have the shapes that its arguments' names say."""
     code = function.__code__
@@ -74,7 +79,7 @@ class _Finder(PathFinder):
         cls, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         parts = fullname.split(".")
-        if parts[0] != "narrowgauge" or parts[1:2] == [] or parts[1] not in ROOMS or "triton" in parts:
+        if parts[0] != "narrowgauge" or room_of(fullname) not in ROOMS or "triton" in parts:
             return None
         spec = super().find_spec(fullname, path, target)
         if spec is not None and spec.origin is not None and spec.origin.endswith(".py"):
@@ -82,6 +87,6 @@ class _Finder(PathFinder):
         return spec
 
 
-_imported = [m for m in sys.modules if m.startswith("narrowgauge.") and m.split(".")[1] in ROOMS]
+_imported = [m for m in sys.modules if m.startswith("narrowgauge.") and room_of(m) in ROOMS]
 assert not _imported, f"imported before their shapes could be checked: {_imported[:3]}"
 sys.meta_path.insert(0, _Finder)

@@ -29,17 +29,17 @@ import torch._dynamo
 import torch.distributed.elastic.multiprocessing.api
 import torch.distributed.launcher.api  # noqa: F401  and when torchrun starts
 
-import narrowgauge.bench
-import narrowgauge.cluster.scaling.scaling
-import narrowgauge.laboratory.advise.space
-import narrowgauge.laboratory.compare
-import narrowgauge.laboratory.plan
-import narrowgauge.laboratory.train
-import narrowgauge.laboratory.watch
-import narrowgauge.runs.use.export
-import narrowgauge.runs.use.served  # noqa: F401  what verbs import when they run
-from narrowgauge.cli.line import parser_of
-from narrowgauge.cli.table import VERBS
+import narrowgauge.trainer.bench
+import narrowgauge.trainer.cluster.scaling.scaling
+import narrowgauge.trainer.laboratory.advise.space
+import narrowgauge.trainer.laboratory.compare
+import narrowgauge.trainer.laboratory.plan
+import narrowgauge.trainer.laboratory.train
+import narrowgauge.trainer.laboratory.watch
+import narrowgauge.trainer.runs.use.export
+import narrowgauge.trainer.runs.use.served  # noqa: F401  what verbs import when they run
+from narrowgauge.trainer.cli.line import parser_of
+from narrowgauge.trainer.cli.table import VERBS
 
 
 def become(job: dict) -> None:

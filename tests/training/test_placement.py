@@ -5,16 +5,16 @@ import io
 import pytest
 from rich.console import Console
 
-from narrowgauge.cluster.plan.cluster_spec import load_cluster
-from narrowgauge.cluster.plan.plan import make_plan
-from narrowgauge.cluster.plan.plan_text import print_plan
-from narrowgauge.errors import UserError
-from narrowgauge.models import Transformer, model_config
 from narrowgauge.nn import outline_of
-from narrowgauge.report import read_run, write_report
-from narrowgauge.simulate.few_blocks import few_blocks
-from narrowgauge.training import make_config
-from narrowgauge.training.outline import outline_of_model, placement
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.cluster.plan.cluster_spec import load_cluster
+from narrowgauge.trainer.cluster.plan.plan import make_plan
+from narrowgauge.trainer.cluster.plan.plan_text import print_plan
+from narrowgauge.trainer.models import Transformer, model_config
+from narrowgauge.trainer.report import read_run, write_report
+from narrowgauge.trainer.simulate.few_blocks import few_blocks
+from narrowgauge.trainer.training import make_config
+from narrowgauge.trainer.training.outline import outline_of_model, placement
 
 HUGE = '[fprop]\nw = {element = "e2m1", block = [4096, 32], scale = "e8m0"}\n[keep]\nlast_blocks = 1\n'
 CUT = "blocks of 4096 in fprop.w do not divide the outputs of 5 of 9 layers: "

@@ -9,13 +9,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-
 from narrowgauge.conformance.compare import Result, compare
 from narrowgauge.conformance.vectors import FOLDER, read_vectors
-from narrowgauge.errors import UserError
+from narrowgauge.system.errors import UserError
 
 ALL_PASS, SOME_DIFFER, WRONG_USE = 0, 1, 2
 
@@ -68,9 +64,7 @@ def _function(name: str) -> Callable[..., Any]:
 
 def _print(results: Sequence[Result], module: str) -> None:
     """Print one line per cast and, for each input that differs, its first difference."""
-    table = Table(
-        "cast", "passes", "inputs that differ", "the first difference", box=None, header_style="bold"
-    )
+    rows = [("cast", "passes", "the first difference", "inputs that differ")]
     casts: dict[str, list[Result]] = {}
     for result in results:
         casts.setdefault(_cast(result), []).append(result)
@@ -85,17 +79,15 @@ def _print(results: Sequence[Result], module: str) -> None:
         inputs = ", ".join(
             dict.fromkeys(r.vector.name.removeprefix(cast).strip() or r.vector.input for r in wrong)
         )
-        row = (cast, f"{len(held) - len(wrong)} of {len(held)}", inputs, first)
-        table.add_row(*(escape(cell) for cell in row))
-    console = Console()
-    console.print(table)
+        rows.append((cast, f"{len(held) - len(wrong)} of {len(held)}", first, inputs))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(map(str.ljust, row, widths)).rstrip())
     passed = sum(r.verdict == "passes" for r in results)
     held_by = sum(r.verdict != "is not there" for r in results)
-    console.print(
-        f"{module}: {passed} of {held_by} vectors pass", highlight=False, markup=False, soft_wrap=True
-    )
+    print(f"{module}: {passed} of {held_by} vectors pass")
     if missing:
-        console.print(f"it does not have: {', '.join(missing)}", highlight=False, markup=False)
+        print(f"it does not have: {', '.join(missing)}")
 
 
 def _cast(result: Result) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from narrowgauge.errors import UserError
+from narrowgauge.system.errors import UserError
 
 Array = NDArray[Any]
 # Hex digits of a code, and how the bits of its format are read; all other formats use bytes.

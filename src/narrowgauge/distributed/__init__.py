@@ -1,12 +1,12 @@
-"""Distributed training: how a run is spread over devices.
+"""How do ranks sum and shard narrow tensors? Meshes, and DDP and FSDP2 for a loop of one's own.
 
-The names below are imported on first use (`lazy`): the doctor and the command line read a launcher's
-variables even where torch cannot be imported.
+Needs torch alone. How processes start, meet and end, and the parallel engine, are in
+`narrowgauge.trainer.distributed`.
 """
 
 from typing import TYPE_CHECKING
 
-from narrowgauge.lazy import import_on_use
+from narrowgauge.system.lazy import import_on_use
 
 if TYPE_CHECKING:
     from narrowgauge.distributed.comm.byte_counter import CommCounter as CommCounter
@@ -14,27 +14,6 @@ if TYPE_CHECKING:
     from narrowgauge.distributed.data_parallel import prepare_ddp as prepare_ddp
     from narrowgauge.distributed.dims import ParallelDims as ParallelDims
     from narrowgauge.distributed.dims import resolve_dims as resolve_dims
-    from narrowgauge.distributed.launch.world import NotStartedBySrun as NotStartedBySrun
-    from narrowgauge.distributed.launch.world import World as World
-    from narrowgauge.distributed.launch.world import reports_for_all as reports_for_all
-    from narrowgauge.distributed.launch.world import world_from as world_from
     from narrowgauge.distributed.mesh import Mesh as Mesh
-    from narrowgauge.distributed.parallel.check_blocks import check_blocks as check_blocks
-    from narrowgauge.distributed.parallel.engine import Engine as Engine
-    from narrowgauge.distributed.parallel.expert_parallel import (
-        check_expert_parallel as check_expert_parallel,
-    )
-    from narrowgauge.distributed.parallel.parallelize import ModelSpec as ModelSpec
-    from narrowgauge.distributed.parallel.parallelize import parallelize as parallelize
-    from narrowgauge.distributed.parallel.tensor_parallel import (
-        check_tensor_parallel as check_tensor_parallel,
-    )
-    from narrowgauge.distributed.pipeline_stage import MicroBatch as MicroBatch
-    from narrowgauge.distributed.process_group.coordinator import START as START
-    from narrowgauge.distributed.process_group.coordinator import Coordinator as Coordinator
-    from narrowgauge.distributed.process_group.coordinator import init_process_group as init_process_group
-    from narrowgauge.distributed.process_group.failure import StoppedByPeer as StoppedByPeer
-    from narrowgauge.distributed.process_group.rendezvous import NEVER as NEVER
-    from narrowgauge.distributed.process_group.rendezvous import RENDEZVOUS as RENDEZVOUS
 else:
     __all__, __getattr__, __dir__ = import_on_use(__name__)

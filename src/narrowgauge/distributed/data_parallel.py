@@ -25,20 +25,20 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from narrowgauge.collectives import Group, all_reduce_max_, broadcast_bytes, rank_in
 from narrowgauge.distributed.comm.grad_hooks import (
     all_reduce_gradient_states,
     quantize_fsdp_reduce,
     wire_formats,
 )
 from narrowgauge.distributed.fsdp import FP32, note_shards, quantized_fsdp
-from narrowgauge.errors import UserError, checked
 from narrowgauge.nn.histories import ChannelChoice, History, reduce_histories
 from narrowgauge.nn.linear import Linear
 from narrowgauge.nn.step_state import Stepped
 from narrowgauge.quantization import GradientState, state_of, stored_tensor
 from narrowgauge.quantization.state.parameter_state import drop_gradient
-from narrowgauge.torch_compat import active_ddp, after_backward, ignore_in_ddp, tensors_in
+from narrowgauge.system.collectives import Group, all_reduce_max_, broadcast_bytes, rank_in
+from narrowgauge.system.errors import UserError, checked
+from narrowgauge.system.torch_compat import active_ddp, after_backward, ignore_in_ddp, tensors_in
 
 
 @checked

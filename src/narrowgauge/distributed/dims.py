@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from math import prod
 
-from narrowgauge.errors import UserError
+from narrowgauge.system.errors import UserError
 
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")
 

@@ -36,7 +36,7 @@ from narrowgauge.quantization import (
 )
 from narrowgauge.quantization.state.gradient_state import add_all
 from narrowgauge.quantization.state.narrow_tensor import make_plain
-from narrowgauge.torch_compat import local_tensor
+from narrowgauge.system.torch_compat import local_tensor
 
 FP32 = make_cast("fp32")
 

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from narrowgauge.distributed.dims import ParallelDims
-from narrowgauge.torch_compat import flatten_mesh
+from narrowgauge.system.torch_compat import flatten_mesh
 
 MESH_AXES = ("pipeline", "replicate", "expert_shard", "expert", "context", "tensor")
 COMBINED_AXES = {

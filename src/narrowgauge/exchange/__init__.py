@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 
-from narrowgauge.errors import unknown
 from narrowgauge.exchange import megatron, modelopt, qwix, te, torchao
 from narrowgauge.exchange.header import header, words
 from narrowgauge.exchange.reading import Reading, read_text
 from narrowgauge.exchange.refusal import Refusal, Refused, refused
 from narrowgauge.recipes.recipe import Recipe
 from narrowgauge.recipes.registry import is_shipped
+from narrowgauge.system.errors import unknown
 
 __all__ = ["SOURCES", "TARGETS", "Refusal", "Refused", "read_recipe", "refusals", "write_recipe"]
 

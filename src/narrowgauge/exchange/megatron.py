@@ -11,7 +11,6 @@ from math import ceil
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from narrowgauge.errors import UserError
 from narrowgauge.exchange import te
 from narrowgauge.exchange.layers import kept, narrowed
 from narrowgauge.exchange.reading import Keep, Reading, read_text, yaml_documents
@@ -19,6 +18,7 @@ from narrowgauge.exchange.refusal import Refusal, outside_products
 from narrowgauge.exchange.te_tables import delayed_scaling, named_fields, own_recipe
 from narrowgauge.quantization import Cast
 from narrowgauge.recipes.recipe import Recipe
+from narrowgauge.system.errors import UserError
 
 VERSION = "Megatron-LM 0.20.0 (d98e8a6, 2026-08-22)"
 # Megatron does not quantize the output head without --fp8-output-proj.

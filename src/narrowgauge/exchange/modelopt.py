@@ -16,13 +16,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from narrowgauge.errors import UserError
 from narrowgauge.exchange.layers import kept, narrowed
 from narrowgauge.exchange.reading import Keep, Reading, yaml_documents
 from narrowgauge.exchange.refusal import Refusal, cast_refusals, outside_products
 from narrowgauge.quantization import Cast, make_cast
 from narrowgauge.recipes.places import SEEN_BEFORE, values_of
 from narrowgauge.recipes.recipe import Recipe
+from narrowgauge.system.errors import UserError
 
 VERSION = "ModelOpt 0.47.0dev (a2fbac7, 2026-08-21)"
 WEIGHT, INPUT = "weight_quantizer", "input_quantizer"

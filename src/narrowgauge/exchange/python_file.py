@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.errors import UserError, unknown
 from narrowgauge.exchange.reading import Keep, read_text
+from narrowgauge.system.errors import UserError, unknown
 
 #: What `ast` raises on text that is not a literal, or is nested too deeply.
 _NO_LITERAL = (ValueError, TypeError, SyntaxError, MemoryError, RecursionError)

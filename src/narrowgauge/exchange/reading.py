@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.errors import UserError
 from narrowgauge.quantization import Cast
 from narrowgauge.recipes.describe import cast_keys
 from narrowgauge.recipes.places import GEMMS
-from narrowgauge.toml_text import toml_value
+from narrowgauge.system.errors import UserError
+from narrowgauge.system.toml_text import toml_value
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ recipe's fields: those that no GEMM sees are listed here, any other must be at i
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
-from narrowgauge.errors import UserError
 from narrowgauge.quantization import Cast, make_cast
 from narrowgauge.recipes.attention_places import is_wide
 from narrowgauge.recipes.describe import (
@@ -20,7 +19,8 @@ from narrowgauge.recipes.describe import (
 )
 from narrowgauge.recipes.places import GEMM_PLACES, STATE_PLACES, WIDE_STATE
 from narrowgauge.recipes.recipe import Recipe
-from narrowgauge.toml_text import toml_value
+from narrowgauge.system.errors import UserError
+from narrowgauge.system.toml_text import toml_value
 
 # Fields of a recipe that a target handles, and those that affect no value.
 _OF_PRODUCTS = ("casts", "attention", "rules", "compute", "state", "saved")

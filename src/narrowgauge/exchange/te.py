@@ -4,7 +4,6 @@ import ast
 from dataclasses import replace
 from pathlib import Path
 
-from narrowgauge.errors import UserError
 from narrowgauge.exchange.layers import kept, selection
 from narrowgauge.exchange.python_file import Call, PythonFile, call_of, python_file
 from narrowgauge.exchange.reading import Reading
@@ -22,6 +21,7 @@ from narrowgauge.quantization import Cast
 from narrowgauge.recipes.describe import wide_and_other_rules
 from narrowgauge.recipes.places import GEMMS, SEEN_BEFORE, values_of
 from narrowgauge.recipes.recipe import Recipe
+from narrowgauge.system.errors import UserError
 
 VERSION = "TransformerEngine 2.20.0.dev0 (d0067d0, 2026-08-22)"
 FACTORY = "qfactory"

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import product
 
-from narrowgauge.errors import UserError
 from narrowgauge.exchange.python_file import Call, call_of, signatures
 from narrowgauge.quantization import Cast, make_cast
 from narrowgauge.recipes.recipe import Recipe
+from narrowgauge.system.errors import UserError
 
 # The tensor, its rowwise place, its columnwise place.
 TENSORS = (

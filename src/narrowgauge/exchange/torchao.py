@@ -10,7 +10,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.errors import UserError, unknown
 from narrowgauge.exchange.layers import selection
 from narrowgauge.exchange.python_file import Call, PythonFile, python_file, signatures
 from narrowgauge.exchange.reading import Reading
@@ -18,6 +17,7 @@ from narrowgauge.exchange.refusal import Refusal, cast_refusals, outside_product
 from narrowgauge.quantization import Cast, make_cast
 from narrowgauge.recipes.places import GEMM_PLACES
 from narrowgauge.recipes.recipe import Recipe
+from narrowgauge.system.errors import UserError, unknown
 
 VERSION = "torchao 0.18.0"
 # The two GEMMs of each tensor, and the fields of Float8LinearConfig for its casts there.

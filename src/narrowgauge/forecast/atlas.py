@@ -23,10 +23,10 @@ from typing import Any
 
 import numpy as np
 
-from narrowgauge.errors import UserError, unknown, words_of
-from narrowgauge.files import shipped_text
 from narrowgauge.recipes import Recipe, load_recipe, parse_recipe, recipe, recipe_names
-from narrowgauge.toml_text import parse_toml
+from narrowgauge.system.errors import UserError, unknown, words_of
+from narrowgauge.system.files import shipped_text
+from narrowgauge.system.toml_text import parse_toml
 
 #: The columns that every atlas has.
 COLUMNS = (

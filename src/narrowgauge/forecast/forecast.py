@@ -25,7 +25,7 @@ from narrowgauge.forecast.published import loss_of, published_laws, tokens_for
 from narrowgauge.forecast.setting import FORWARD, NEW, Observed, Setting
 from narrowgauge.forecast.support import Extrapolation, extrapolation, kin_of, nearest, refusal
 from narrowgauge.recipes import Recipe
-from narrowgauge.t_interval import Interval
+from narrowgauge.system.t_interval import Interval
 
 OWN = "your runs"
 _NEAREST = 5

@@ -25,10 +25,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.errors import UserError, words_of
 from narrowgauge.forecast.fit import Laws
 from narrowgauge.forecast.parts import Described
 from narrowgauge.forecast.setting import BACKWARD, FORWARD, UNIT_PARAMS, UNIT_TOKENS, Hint, Part
+from narrowgauge.system.errors import UserError, words_of
 
 MEASURED = Path(__file__).with_name("probe.json")
 _Z95 = 1.96

@@ -43,7 +43,7 @@ from numpy.typing import NDArray
 
 from narrowgauge.forecast.curve import Curve, log_size, log_tokens
 from narrowgauge.forecast.setting import BACKWARD, FORWARD, UNIT_PARAMS, Observed, Part, Setting
-from narrowgauge.t_interval import t_probability, t_quantile
+from narrowgauge.system.t_interval import t_probability, t_quantile
 
 Array = NDArray[np.float64]
 Column = tuple[Hashable, ...]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from narrowgauge.forecast.svg import COLORS, Axis, Drawing
-from narrowgauge.units import human_count
+from narrowgauge.system.units import human_count
 
 if TYPE_CHECKING:
     from narrowgauge.forecast.forecast import Forecast, Forecaster

@@ -6,9 +6,9 @@ from typing import Any
 from narrowgauge.forecast.forecast import Forecast, Forecaster
 from narrowgauge.forecast.picture import picture
 from narrowgauge.forecast.published import LOSS_LAW
-from narrowgauge.result import Result, Row, text_table
-from narrowgauge.t_interval import Interval
-from narrowgauge.units import human_count
+from narrowgauge.system.result import Result, Row, text_table
+from narrowgauge.system.t_interval import Interval
+from narrowgauge.system.units import human_count
 
 
 class Forecasts(Result, Sequence[Forecast]):

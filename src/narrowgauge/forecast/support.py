@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from narrowgauge.forecast.setting import FORWARD, Observed, Part, Setting
-from narrowgauge.units import human_count
+from narrowgauge.system.units import human_count
 
 MOST_PARAMS, MOST_LENGTH = 50.0, 10.0  # factors; the largest that was ever checked is 38, of parameters
 COARSER = 2.0  # times the noise of the noisiest GEMM with points

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from narrowgauge.lazy import import_on_use
+from narrowgauge.system.lazy import import_on_use
 
 if TYPE_CHECKING:
     from narrowgauge.formats.codes import codes_of as codes_of

@@ -14,11 +14,11 @@ import math
 
 import torch
 
-from narrowgauge.devices import is_gpu
-from narrowgauge.errors import UserError
 from narrowgauge.formats.format import Format, Specials
 from narrowgauge.formats.rounding import holds, round_to
 from narrowgauge.formats.table import torch_dtype
+from narrowgauge.system.devices import is_gpu
+from narrowgauge.system.errors import UserError
 
 _BIAS, _MANTISSA = 127, 23  # of float32
 _CHUNK = 2**17  # elements; with temporaries, roughly the size of a core's L2 cache

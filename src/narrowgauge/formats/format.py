@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 
-from narrowgauge.errors import UserError
-from narrowgauge.once import compute_all
+from narrowgauge.system.errors import UserError
+from narrowgauge.system.once import compute_all
 
 
 class Specials(Enum):

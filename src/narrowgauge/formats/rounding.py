@@ -29,11 +29,11 @@ from typing import Any
 
 import torch
 
-from narrowgauge.errors import UserError, unknown
 from narrowgauge.formats import table
 from narrowgauge.formats.counter_rng import Randomness, uniform_for
 from narrowgauge.formats.format import Format, Specials
 from narrowgauge.formats.table import RANDOM_BITS, ROUNDINGS
+from narrowgauge.system.errors import UserError, unknown
 
 _FORMATS = {table.torch_dtype(fmt): fmt for fmt in map(table.format, table.format_names())}
 _FORMATS[torch.float64] = Format("fp64", 11, 52, 1023, Specials.IEEE)

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from narrowgauge.errors import UserError, require, unknown
 from narrowgauge.formats.format import Format, Specials
+from narrowgauge.system.errors import UserError, require, unknown
 
 if TYPE_CHECKING:
     import torch

@@ -44,10 +44,10 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from statistics import median
 from typing import Any, Literal
 
-from narrowgauge.errors import Failed
 from narrowgauge.guard.raises import Raise, raises_of
 from narrowgauge.guard.rules import GuardRules
 from narrowgauge.guard.warmup import warmup_reason
+from narrowgauge.system.errors import Failed
 
 NORMAL = 1.4826  # standard deviation over median distance from the median
 FLOOR = 0.01  # the least deviation, as a share of the median

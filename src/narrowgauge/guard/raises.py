@@ -12,7 +12,7 @@ from typing import Any
 
 from narrowgauge.guard.widening import rule_for
 from narrowgauge.recipes import STATE_PLACES, Recipe, Rule
-from narrowgauge.toml_text import toml_value
+from narrowgauge.system.toml_text import toml_value
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,12 @@ State at rest (`weight`, `master`, `grad`, `m`, `v`) is widened to fp32: it is r
 in each step, and what a cast loses there is lost in all later steps.
 """
 
-from narrowgauge.errors import UserError
 from narrowgauge.guard.rules import GuardRules
 from narrowgauge.quantization import Cast, make_cast
 from narrowgauge.recipes import GEMM_PLACES, STATE_PLACES, Recipe, Rule
 from narrowgauge.recipes.parse import casts_from
 from narrowgauge.recipes.places import SEEN_BEFORE
+from narrowgauge.system.errors import UserError
 
 
 def require_raising(recipe: Recipe, rules: GuardRules, gauges_every: int) -> None:

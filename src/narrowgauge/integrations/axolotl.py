@@ -16,9 +16,9 @@ from typing import Any
 from axolotl.integrations.base import BasePlugin
 from pydantic import BaseModel, ConfigDict
 
-from narrowgauge.errors import UserError
 from narrowgauge.integrations.transformers import NarrowTrainerCallback, TrainerAdamW
 from narrowgauge.nn import convert
+from narrowgauge.system.errors import UserError
 
 
 class NarrowgaugeBlock(BaseModel):

@@ -20,11 +20,11 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import Precision
 
 from narrowgauge.distributed import prepare_ddp
-from narrowgauge.errors import UserError
 from narrowgauge.nn import convert, set_step
 from narrowgauge.optim import load_recipe_state, recipe_state
 from narrowgauge.recipes import RecipeLike
-from narrowgauge.torch_compat import tensors_in
+from narrowgauge.system.errors import UserError
+from narrowgauge.system.torch_compat import tensors_in
 
 
 class NarrowPrecision(Precision):  # type: ignore[misc, unused-ignore]

@@ -19,12 +19,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from narrowgauge.errors import UserError
 from narrowgauge.nn import Linear
 from narrowgauge.nn.convert import apply_plan, plan_of
 from narrowgauge.nn.transformer.reach import warn_of_left
 from narrowgauge.recipes import Recipe
 from narrowgauge.recipes import recipe as recipe_named
+from narrowgauge.system.errors import UserError
 
 
 class Float8LinearRecipeName(enum.Enum):

@@ -26,12 +26,12 @@ from torchtitan.models.common.linear import Linear as TitanLinear
 from torchtitan.protocols.model import BaseModel
 from torchtitan.protocols.module import Module
 
-from narrowgauge.errors import UserError
 from narrowgauge.integrations.torchtitan_optimizers import NarrowOptimizers
 from narrowgauge.nn import Linear, convert
 from narrowgauge.nn.histories import AmaxHistory, ChannelChoice, HeldAmax, History
 from narrowgauge.nn.step_state import StepState
 from narrowgauge.recipes import Recipe, RecipeLike
+from narrowgauge.system.errors import UserError
 
 OPTIMIZER = "narrowgauge.integrations.torchtitan.narrow_optimizer"
 

@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.components.optimizer import OptimizersContainer
 
-from narrowgauge.errors import UserError
 from narrowgauge.nn import Linear, recipe_tensors, set_step
 from narrowgauge.nn.histories import reduce_histories
+from narrowgauge.system.errors import UserError
 
 PREFIX = "narrowgauge."  # of keys in the optimizer's part of a checkpoint
 

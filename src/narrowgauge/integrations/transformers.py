@@ -22,13 +22,13 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_callback import CallbackHandler
 
 from narrowgauge.distributed import prepare_ddp
-from narrowgauge.errors import UserError
 from narrowgauge.guard import Guard, GuardRules
 from narrowgauge.nn import Gauges, convert, discard_step, set_step
 from narrowgauge.nn.gauges import means
 from narrowgauge.optim import AdamW, Optimizer
 from narrowgauge.optim.gauges import make_gauges
 from narrowgauge.recipes import RecipeLike
+from narrowgauge.system.errors import UserError
 
 WEIGHTS = "narrowgauge.weights"  # the key of `_bit_sums` in the optimizer's state
 PREFIX = "narrowgauge/"  # of entries in the log

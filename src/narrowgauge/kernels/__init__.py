@@ -11,7 +11,7 @@ add are not fused), and divides with `tl.math.div_rn` (Triton's `/` is off by up
 
 from typing import TYPE_CHECKING
 
-from narrowgauge.lazy import import_on_use
+from narrowgauge.system.lazy import import_on_use
 
 if TYPE_CHECKING:
     from narrowgauge.kernels.cast import emulate as emulate

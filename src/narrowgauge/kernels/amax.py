@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge.collectives import local_amax
-from narrowgauge.devices import imagined
-from narrowgauge.torch_compat import base_of, version_of
+from narrowgauge.system.collectives import local_amax
+from narrowgauge.system.devices import imagined
+from narrowgauge.system.torch_compat import base_of, version_of
 
 _ATTACHED = "_narrowgauge_amax"
 

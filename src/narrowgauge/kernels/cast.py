@@ -25,7 +25,6 @@ from dataclasses import replace
 
 import torch
 
-from narrowgauge.collectives import local_amax
 from narrowgauge.formats import RandomStream
 from narrowgauge.kernels.amax import raise_amax
 from narrowgauge.kernels.dispatch import use_kernels
@@ -35,6 +34,7 @@ from narrowgauge.quantization.passes.implementations import kernel_gap, rows_gap
 from narrowgauge.quantization.passes.in_c import c_library
 from narrowgauge.quantization.quantize import emulate_in_context, operand_dtype, quantize_in_context
 from narrowgauge.quantization.transforms import quantile_ranks
+from narrowgauge.system.collectives import local_amax
 
 
 def quantize(

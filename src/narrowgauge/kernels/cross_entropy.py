@@ -38,9 +38,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge.devices import is_shape_only
 from narrowgauge.kernels.dispatch import use_kernels
-from narrowgauge.second_derivative import FirstOrderFunction
+from narrowgauge.system.devices import is_shape_only
+from narrowgauge.system.second_derivative import FirstOrderFunction
 
 #: fp32 logits held at a time (64 MiB). It determines the order of summation, so it is not a setting.
 CHUNK_ELEMENTS = 2**24

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from narrowgauge.devices import imagined
-from narrowgauge.torch_compat import cpu_multiplies_bf16
+from narrowgauge.system.devices import imagined
+from narrowgauge.system.torch_compat import cpu_multiplies_bf16
 
 # In torch's order. Under strict determinism the backward passes of all three repeat every bit.
 WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]

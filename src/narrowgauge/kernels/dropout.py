@@ -18,8 +18,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.errors import UserError
 from narrowgauge.formats import RANDOM_BITS, RandomStream, stream_key
+from narrowgauge.system.errors import UserError
 
 
 class Dropout(nn.Module):

@@ -42,7 +42,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge.devices import is_shape_only
 from narrowgauge.kernels.cross_entropy import (
     in_one_tensor,
     row_losses,
@@ -52,7 +51,8 @@ from narrowgauge.kernels.cross_entropy import (
 )
 from narrowgauge.kernels.dispatch import is_slow, sums_in_fp32
 from narrowgauge.kernels.product import aligned_rows
-from narrowgauge.second_derivative import FirstOrderFunction
+from narrowgauge.system.devices import is_shape_only
+from narrowgauge.system.second_derivative import FirstOrderFunction
 
 Add = Callable[[Tensor, Tensor], bool]
 

@@ -47,10 +47,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge.devices import is_shape_only
 from narrowgauge.kernels.dispatch import in_rows, use_kernels
 from narrowgauge.quantization.passes.in_c import call, computes_layer
-from narrowgauge.second_derivative import FirstOrderFunction
+from narrowgauge.system.devices import is_shape_only
+from narrowgauge.system.second_derivative import FirstOrderFunction
 
 Heads = tuple[Tensor, Tensor, Tensor]
 

@@ -39,10 +39,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.devices import is_shape_only
 from narrowgauge.kernels.dispatch import use_kernels
 from narrowgauge.quantization.passes.in_c import call, computes_layer
-from narrowgauge.second_derivative import FirstOrderFunction
+from narrowgauge.system.devices import is_shape_only
+from narrowgauge.system.second_derivative import FirstOrderFunction
 
 #: The widest row that fits the registers of one program in the backward pass.
 WIDEST = 8192

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 import torch
 
-from narrowgauge.errors import checked
 from narrowgauge.nn.convert import plan_of
 from narrowgauge.nn.linear import Linear
 from narrowgauge.nn.transformer.outline import linear_layers
 from narrowgauge.nn.transformer.reach import matmul_weights, why_left
 from narrowgauge.quantization import Cast, has_gradient, state_of
 from narrowgauge.recipes import ModelPlan, Recipe, RecipeLike
+from narrowgauge.system.errors import checked
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from narrowgauge.errors import UserError, checked, require
 from narrowgauge.kernels.dropout import Dropout
 from narrowgauge.nn.histories import end_steps
 from narrowgauge.nn.linear import Linear
@@ -32,6 +31,7 @@ from narrowgauge.recipes import (
     resolve,
 )
 from narrowgauge.recipes import recipe as recipe_named
+from narrowgauge.system.errors import UserError, checked, require
 
 WIDE_WEIGHT = {"weight": "fp32", "master": "none", "grad": "fp32", "gather": "fp32", "reduce": "fp32"}
 

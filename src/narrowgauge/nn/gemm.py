@@ -39,15 +39,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from narrowgauge.devices import is_gpu, is_shape_only
 from narrowgauge.formats import Format, pack, torch_dtype
 from narrowgauge.kernels.cast import quantize_in_tiles
 from narrowgauge.kernels.dispatch import is_slow, is_traced, sums_in_fp32, use_kernels
 from narrowgauge.kernels.product import aligned_rows, scaled_and_rounded, scaled_rows_and_rounded
 from narrowgauge.quantization import Cast, QTensor, QuantContext
 from narrowgauge.quantization import cast as named_cast
-from narrowgauge.torch_compat import ScalingType, SwizzleType, is_in_torch_dispatch_mode
-from narrowgauge.torch_compat import scaled_mm as torch_scaled_mm
+from narrowgauge.system.devices import is_gpu, is_shape_only
+from narrowgauge.system.torch_compat import ScalingType, SwizzleType, is_in_torch_dispatch_mode
+from narrowgauge.system.torch_compat import scaled_mm as torch_scaled_mm
 
 _VECTOR = 16  # bytes of the widest load
 UNIT = 16  # dimensions of the result are multiples of this

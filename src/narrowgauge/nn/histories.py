@@ -26,12 +26,12 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from narrowgauge.collectives import Group, all_reduce_flat, all_reduce_max_
 from narrowgauge.formats import Format
 from narrowgauge.kernels.amax import raise_amax
 from narrowgauge.quantization import Cast, TensorShard, largest_channels, squared_norms
 from narrowgauge.recipes.places import CHOOSES
-from narrowgauge.torch_compat import copy_each
+from narrowgauge.system.collectives import Group, all_reduce_flat, all_reduce_max_
+from narrowgauge.system.torch_compat import copy_each
 
 FLOAT_MAX = torch.finfo(torch.float32).max
 _DTYPES = {"squares": torch.float64, "sums": torch.float64, "chosen": torch.bool}  # others are float32

@@ -19,8 +19,6 @@ from typing import Any, Self
 import torch
 from torch.distributed.tensor import DTensor
 
-from narrowgauge.devices import is_gpu
-from narrowgauge.errors import UserError
 from narrowgauge.kernels import quantize
 from narrowgauge.kernels.amax import attached_amax
 from narrowgauge.nn.gemm import NATIVE
@@ -46,7 +44,9 @@ from narrowgauge.quantization.state.parameter_state import wide_moment
 from narrowgauge.quantization.state.saved_weight import saved_weight
 from narrowgauge.recipes import Recipe
 from narrowgauge.recipes.resolve import casts_at, operands_of
-from narrowgauge.torch_compat import SeesFSDP, local_tensor, reshaped
+from narrowgauge.system.devices import is_gpu
+from narrowgauge.system.errors import UserError
+from narrowgauge.system.torch_compat import SeesFSDP, local_tensor, reshaped
 
 
 class Linear(Stepped, SeesFSDP, torch.nn.Linear):

@@ -31,7 +31,7 @@ from narrowgauge.nn.weight import GatheredWeight
 from narrowgauge.quantization import QuantContext, kept_count
 from narrowgauge.quantization import cast as named_cast
 from narrowgauge.recipes.places import MEETS
-from narrowgauge.second_derivative import FirstOrderFunction
+from narrowgauge.system.second_derivative import FirstOrderFunction
 
 
 class _LinearFunction(FirstOrderFunction):

@@ -16,10 +16,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from narrowgauge.collectives import broadcast_bytes
-from narrowgauge.errors import UserError
 from narrowgauge.quantization import ParamState, state_of
-from narrowgauge.torch_compat import active_ddp
+from narrowgauge.system.collectives import broadcast_bytes
+from narrowgauge.system.errors import UserError
+from narrowgauge.system.torch_compat import active_ddp
 
 _COUNTING: WeakKeyDictionary[Any, None] = WeakKeyDictionary()  # in order
 _FRESH: WeakKeyDictionary[Any, bool | None] = WeakKeyDictionary()  # optimizers; None once they are checked

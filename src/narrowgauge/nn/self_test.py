@@ -15,10 +15,10 @@ from functools import cache
 
 import torch
 
-from narrowgauge.errors import UserError
 from narrowgauge.nn.gemm import native_product, quantized_operand
 from narrowgauge.quantization import DEFAULT_CONTEXT, Cast, quantize_in_context
 from narrowgauge.recipes import Backend, Recipe, choose_backend, device_facts, products_on
+from narrowgauge.system.errors import UserError
 
 TINY = (128, 256, 128)  # M, K, N
 _NEAREST = "nearest-even"

@@ -18,15 +18,15 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from narrowgauge.devices import is_gpu
-from narrowgauge.errors import UserError
 from narrowgauge.formats import RandomStream, stream_key
 from narrowgauge.kernels.cast import random_signs
 from narrowgauge.nn.histories import History
 from narrowgauge.nn.observer import Observer
 from narrowgauge.recipes import GEMM_PLACES, GEMMS, Recipe
-from narrowgauge.second_derivative import refuse_transforms
-from narrowgauge.torch_compat import active_ddp, is_in_backward, is_transformed
+from narrowgauge.system.devices import is_gpu
+from narrowgauge.system.errors import UserError
+from narrowgauge.system.second_derivative import refuse_transforms
+from narrowgauge.system.torch_compat import active_ddp, is_in_backward, is_transformed
 
 #: Optimizer steps after one `set_step` before a warning. Adversarial training takes a few on purpose.
 MOST_STEPS_UNSET = 10

@@ -28,8 +28,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 
-from narrowgauge.collectives import all_reduce_max
-from narrowgauge.errors import UserError
 from narrowgauge.formats import RandomStream, decode, torch_dtype
 from narrowgauge.kernels.cast import amaxes_of, codes_under
 from narrowgauge.kernels.gradient_sum import add_gradient
@@ -55,7 +53,9 @@ from narrowgauge.quantization.state.parameter_state import (
     attach_state,
     set_plain_gradient,
 )
-from narrowgauge.torch_compat import (
+from narrowgauge.system.collectives import all_reduce_max
+from narrowgauge.system.errors import UserError
+from narrowgauge.system.torch_compat import (
     Wrapper,
     accept_any_gradient,
     attach_fsdp_extension,

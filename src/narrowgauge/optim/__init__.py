@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from narrowgauge.lazy import import_on_use
+from narrowgauge.system.lazy import import_on_use
 
 if TYPE_CHECKING:
     from narrowgauge.optim.adamw import AdamW as AdamW

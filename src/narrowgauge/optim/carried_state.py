@@ -24,12 +24,12 @@ from typing import NamedTuple
 
 import torch
 
-from narrowgauge.errors import UserError, require
 from narrowgauge.nn.linear import Linear
 from narrowgauge.nn.loop_checks import counting_layers
 from narrowgauge.nn.step_state import Stepped
 from narrowgauge.optim.sharded_state import as_kept, as_row, as_saved
 from narrowgauge.quantization import ParamState, state_of, stored_tensor
+from narrowgauge.system.errors import UserError, require
 
 PREFIX = "recipe."  # of the names in the first parameter's state
 

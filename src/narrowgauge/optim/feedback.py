@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from narrowgauge.errors import UserError
 from narrowgauge.quantization import rounded_sqrt, state_of
+from narrowgauge.system.errors import UserError
 
 
 def fed_back(

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from narrowgauge.optim.groups import require_dense_gradients, shares_memory
 from narrowgauge.quantization import gradient_of, local_tensor, shard_of, state_of
-from narrowgauge.torch_compat import norm_each, scale_each
+from narrowgauge.system.torch_compat import norm_each, scale_each
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from narrowgauge.errors import UserError, checked, require, unknown
 from narrowgauge.quantization import state_of
+from narrowgauge.system.errors import UserError, checked, require, unknown
 
 OPTIONS = ("weight_decay", "lr_factor")
 # What an option of a group must be below; none is negative.

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from narrowgauge.errors import UserError, checked, require
 from narrowgauge.nn import recipe_tensors
 from narrowgauge.nn.convert import stepped_modules
 from narrowgauge.optim.carried_state import require_same_tensors
 from narrowgauge.optim.saved_state import SavedOptimizer
 from narrowgauge.quantization import state_of, stored_tensor
+from narrowgauge.system.errors import UserError, checked, require
 
 
 def state_dict(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:

@@ -20,7 +20,6 @@ from typing import Any, ClassVar
 
 import torch
 
-from narrowgauge.errors import UserError, require, unknown
 from narrowgauge.formats import random_stream, stream_key
 from narrowgauge.optim.algorithm import Algorithm, Tensors, UpdateBatch
 from narrowgauge.optim.feedback import fed_back, require_adamw
@@ -42,6 +41,7 @@ from narrowgauge.quantization import (
 from narrowgauge.quantization.state.parameter_state import drop_gradient, is_large
 from narrowgauge.recipes import Recipe, RecipeLike
 from narrowgauge.recipes import recipe as recipe_named
+from narrowgauge.system.errors import UserError, require, unknown
 
 FP32 = make_cast("fp32")
 _FIRST_STREAM = 2**34  # above the tensor ids of layers (`nn.operands`)

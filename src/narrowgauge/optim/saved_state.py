@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from narrowgauge.errors import UserError
 from narrowgauge.optim.carried_state import PREFIX, CarriedState, require_same_tensors
 from narrowgauge.optim.groups import require_served
 from narrowgauge.optim.sharded_state import as_saved
 from narrowgauge.quantization import QuantizedState, local_tensor
 from narrowgauge.recipes import Recipe
+from narrowgauge.system.errors import UserError
 
 TORCHS = {"m": "exp_avg", "v": "exp_avg_sq"}  # its moments in the state of torch's AdamW
 OPTIONS = ("lr", "betas", "eps", "weight_decay", "initial_lr")  # that both have

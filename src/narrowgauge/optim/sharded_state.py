@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from narrowgauge.errors import UserError
-from narrowgauge.torch_compat import local_tensor
+from narrowgauge.system.errors import UserError
+from narrowgauge.system.torch_compat import local_tensor
 
 
 def as_saved(t: torch.Tensor, p: torch.Tensor) -> torch.Tensor:

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import torch
 
-from narrowgauge.errors import UserError
 from narrowgauge.quantization.cast import Cast
+from narrowgauge.system.errors import UserError
 
 CHUNK = 2**25  # elements
 

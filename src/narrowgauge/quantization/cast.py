@@ -17,9 +17,9 @@ from types import MappingProxyType
 from typing import Any
 
 from narrowgauge.formats import Format, format
-from narrowgauge.once import compute_all
 from narrowgauge.quantization.cast_rules import require_valid
 from narrowgauge.quantization.keys import ROUNDED, Consumer, Keys
+from narrowgauge.system.once import compute_all
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
-from narrowgauge.errors import UserError, unknown
 from narrowgauge.formats import RANDOM_BITS, Format, format
 from narrowgauge.quantization.keys import CODEBOOKS, E8M0_RULES, ROUNDED, SCALES, Key
+from narrowgauge.system.errors import UserError, unknown
 
 #: (key, whether its value is valid, the rule as a clause), which holds for a value other than the default.
 Rule = tuple[str, bool, str]

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from narrowgauge.collectives import all_reduce_max, all_reduce_sum
-from narrowgauge.errors import UserError
 from narrowgauge.formats import Randomness, RandomStream
 from narrowgauge.quantization.blocks import Blocks
 from narrowgauge.quantization.cast import Cast
 from narrowgauge.quantization.sharding.shard import TensorShard
+from narrowgauge.system.collectives import all_reduce_max, all_reduce_sum
+from narrowgauge.system.errors import UserError
 
 
 @dataclass(frozen=True, slots=True, eq=False)

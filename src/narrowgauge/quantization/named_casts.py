@@ -18,10 +18,10 @@ import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from narrowgauge.errors import UserError, checked, unknown
 from narrowgauge.formats import Format, format, format_names, known_format
 from narrowgauge.quantization.cast import Cast
 from narrowgauge.quantization.keys import KEYS, ROUNDED
+from narrowgauge.system.errors import UserError, checked, unknown
 
 if TYPE_CHECKING:
     import torch

@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 
-from narrowgauge.errors import UserError, require
 from narrowgauge.formats import (
     Format,
     Randomness,
@@ -55,6 +54,7 @@ from narrowgauge.quantization.transforms import (
     prepare,
     split_channels,
 )
+from narrowgauge.system.errors import UserError, require
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

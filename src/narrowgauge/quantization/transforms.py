@@ -38,15 +38,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from narrowgauge.collectives import all_reduce_sum
-from narrowgauge.devices import imagined, is_shape_only
-from narrowgauge.errors import UserError
 from narrowgauge.quantization.cast import Cast
 from narrowgauge.quantization.context import DEFAULT_CONTEXT, QuantContext
 from narrowgauge.quantization.keys import Consumer
 from narrowgauge.quantization.passes import in_c
 from narrowgauge.quantization.sharding.shard import TensorShard
-from narrowgauge.torch_compat import not_strict
+from narrowgauge.system.collectives import all_reduce_sum
+from narrowgauge.system.devices import imagined, is_shape_only
+from narrowgauge.system.errors import UserError
+from narrowgauge.system.torch_compat import not_strict
 
 # TransformerEngine, custom_recipes/reference_nvfp4.py: one sign vector for every tensor.
 SIGNS = {16: (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)}

@@ -2,10 +2,9 @@
 
 from typing import TYPE_CHECKING
 
-from narrowgauge.lazy import import_on_use
+from narrowgauge.system.lazy import import_on_use
 
 if TYPE_CHECKING:
-    from narrowgauge.devices import Device as Device
     from narrowgauge.recipes.attention_places import ATTENTION_PLACES as ATTENTION_PLACES
     from narrowgauge.recipes.attention_places import ATTENTION_PRODUCTS as ATTENTION_PRODUCTS
     from narrowgauge.recipes.attention_places import GRADIENT_PLACES as GRADIENT_PLACES
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from narrowgauge.recipes.placement import kept_text as kept_text
     from narrowgauge.recipes.places import CAST_TABLE as CAST_TABLE
     from narrowgauge.recipes.places import DIMENSIONS as DIMENSIONS
+    from narrowgauge.recipes.places import GAUGED_PLACES as GAUGED_PLACES
     from narrowgauge.recipes.places import GEMM_PLACES as GEMM_PLACES
     from narrowgauge.recipes.places import GEMMS as GEMMS
     from narrowgauge.recipes.places import GROUPS as GROUPS
@@ -49,5 +49,6 @@ if TYPE_CHECKING:
     from narrowgauge.recipes.resolve import resolve as resolve
     from narrowgauge.recipes.rule import Rule as Rule
     from narrowgauge.recipes.rule import matches as matches
+    from narrowgauge.system.devices import Device as Device
 else:
     __all__, __getattr__, __dir__ = import_on_use(__name__)

@@ -4,10 +4,10 @@ A head's tensors are matrices, and each of their dimensions is contracted by one
 T tokens of a sequence, queries or keys; H head_dim; D the width of the stream.
 """
 
-from narrowgauge.errors import UserError
 from narrowgauge.recipes.attention_places import STREAM
 from narrowgauge.recipes.placement import spans
 from narrowgauge.recipes.recipe import Recipe
+from narrowgauge.system.errors import UserError
 
 #: The (remaining, contracted) dimensions of each place, in each of its matmuls.
 _DIMENSIONS = {

@@ -15,14 +15,14 @@ CDNA): torch converts bf16 to fp32 there. fp16 is native on them.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from narrowgauge.devices import Device
-from narrowgauge.errors import UserError, unknown
 from narrowgauge.quantization import Cast, make_cast
 from narrowgauge.quantization.keys import Consumer
 from narrowgauge.quantization.passes.implementations import ROW_PLACES, Implementation, implementation_on
 from narrowgauge.recipes.attention_places import ATTENTION_PRODUCTS, is_wide
 from narrowgauge.recipes.places import GEMMS, GROUPS
 from narrowgauge.recipes.recipe import Recipe
+from narrowgauge.system.devices import Device
+from narrowgauge.system.errors import UserError, unknown
 
 BACKENDS = ("auto", "native", "emulated")
 #: The first compute capability with matrix units for bf16, and AMD's architectures without any.

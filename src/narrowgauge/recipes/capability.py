@@ -11,9 +11,9 @@ import tomllib
 from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
-from narrowgauge.devices import Device, imagined
-from narrowgauge.errors import UserError, ending_with
-from narrowgauge.files import shipped_text
+from narrowgauge.system.devices import Device, imagined
+from narrowgauge.system.errors import UserError, ending_with
+from narrowgauge.system.files import shipped_text
 
 if TYPE_CHECKING:
     import torch

@@ -6,7 +6,7 @@ from typing import Any
 from narrowgauge.quantization import Cast
 from narrowgauge.quantization.keys import Consumer
 from narrowgauge.recipes.describe import key_value
-from narrowgauge.toml_text import toml_value
+from narrowgauge.system.toml_text import toml_value
 
 
 def layout_of(cast: Cast) -> dict[str, Any]:

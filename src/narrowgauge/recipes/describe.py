@@ -12,7 +12,7 @@ from narrowgauge.recipes.attention_places import is_wide
 from narrowgauge.recipes.places import GEMM_PLACES
 from narrowgauge.recipes.recipe import Recipe
 from narrowgauge.recipes.rule import Rule
-from narrowgauge.toml_text import toml_value
+from narrowgauge.system.toml_text import toml_value
 
 WORDS = ("name", "title", "source", "text")  # descriptive fields of a recipe
 NONE = "none"

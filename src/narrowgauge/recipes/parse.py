@@ -42,7 +42,6 @@ exponent_bits = 3       with mantissa_bits and bias; specials = "ieee", "nan-onl
 from collections.abc import Mapping
 from typing import Any
 
-from narrowgauge.errors import UserError, nearest, unknown
 from narrowgauge.formats import Format, format_from_facts, register_format
 from narrowgauge.quantization import Cast, cast_keys, cast_names, is_cast_table, make_cast
 from narrowgauge.recipes.attention_places import ALL_WIDE, ATTENTION, ATTENTION_PLACES, STREAM
@@ -63,6 +62,7 @@ from narrowgauge.recipes.places import (
 )
 from narrowgauge.recipes.recipe_rules import require_place
 from narrowgauge.recipes.rule import Rule
+from narrowgauge.system.errors import UserError, nearest, unknown
 
 _PLACES = (*GROUPS, "saved", STREAM, "offload", *STATE_PLACES, *WIRE_PLACES)
 RECIPE_KEYS = ("name", "title", "source", "compute", "keep", "rule", "format", *_PLACES)

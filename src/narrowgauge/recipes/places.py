@@ -29,6 +29,9 @@ DIMENSIONS = {
     **dict.fromkeys(STATE_PLACES, "NK"),
 }
 PLACES = (*GEMM_PLACES, *ATTENTION_PLACES, "saved", STREAM, *STATE_PLACES, *WIRE_PLACES)
+#: What gauges read, in the order of their tables; the results of the GEMMs are no place of a recipe.
+RESULTS = ("fprop.y", "dgrad.dx", "wgrad.dw")
+GAUGED_PLACES = (*GEMM_PLACES, *ATTENTION_PLACES, "saved", STREAM, *RESULTS, *STATE_PLACES)
 OFFLOADABLE = ("master", "grad", "m", "v")
 KEYS = (*PLACES, "offload", "compute", "keep")  # can be overridden in a recipe
 COMPUTE = ("bf16", "fp16", "fp32")

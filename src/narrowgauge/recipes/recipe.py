@@ -17,7 +17,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.errors import UserError
 from narrowgauge.formats import Format, format_facts, own_formats
 from narrowgauge.quantization import Cast, make_cast
 from narrowgauge.recipes.attention_places import ALL_WIDE, GRADIENT_PLACES, is_wide
@@ -26,7 +25,8 @@ from narrowgauge.recipes.places import FP32, GEMM_PLACES, GEMMS, WIDE_STATE, wid
 from narrowgauge.recipes.recipe_rules import require_recipe
 from narrowgauge.recipes.rule import Rule, without_moot
 from narrowgauge.recipes.wire import fitting_gather, weight_operands
-from narrowgauge.toml_text import parse_toml, toml_key, toml_value
+from narrowgauge.system.errors import UserError
+from narrowgauge.system.toml_text import parse_toml, toml_key, toml_value
 
 ROUTER = "router"  # the last component of the name of a layer that chooses experts
 

@@ -8,13 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-from narrowgauge.errors import UserError
 from narrowgauge.formats import is_in_torch
 from narrowgauge.quantization import Cast
 from narrowgauge.quantization.keys import Consumer
 from narrowgauge.recipes.attention_places import ATTENTION, ATTENTION_PRODUCTS, STREAM
 from narrowgauge.recipes.places import CHOOSES, GEMM_PLACES, KEEPING, MEETS, SEEN_BEFORE, STATE_PLACES
 from narrowgauge.recipes.wire import WIDE, keeps_products, keeps_stored, weight_operands
+from narrowgauge.system.errors import UserError
 
 #: Why state lacks a key; any other key gets the generic sentence.
 _NOT_IN_STATE = {

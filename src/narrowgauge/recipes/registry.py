@@ -5,10 +5,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.errors import UserError, unknown
-from narrowgauge.files import named_text, shipped_text, unknown_name
 from narrowgauge.quantization import cast_names
 from narrowgauge.recipes.recipe import Recipe
+from narrowgauge.system.errors import UserError, unknown
+from narrowgauge.system.files import named_text, shipped_text, unknown_name
 
 # The order in which tables list them: references first, then from wide to narrow.
 _SHIPPED = (

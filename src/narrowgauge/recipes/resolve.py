@@ -19,11 +19,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 
-from narrowgauge.errors import UserError
 from narrowgauge.quantization import Cast
 from narrowgauge.recipes.places import STATE_PLACES
 from narrowgauge.recipes.recipe import ROUTER, Recipe
 from narrowgauge.recipes.rule import Rule, matches
+from narrowgauge.system.errors import UserError
 
 HEAD = "head"
 HEADS = (HEAD, "lm_head")  #: names in recipes for an output head that a model may lack

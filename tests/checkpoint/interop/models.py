@@ -2,13 +2,13 @@
 
 import torch
 
-from narrowgauge.checkpoint.interop.compressed_tensors import write_quantized
-from narrowgauge.checkpoint.interop.gguf.model import write_gguf_model
-from narrowgauge.checkpoint.interop.huggingface import write_folder
-from narrowgauge.checkpoint.interop.modelopt import in_modelopt
-from narrowgauge.checkpoint.interop.safetensors_reader import SHARD_BYTES
-from narrowgauge.models import Transformer, initialize, model_config
 from narrowgauge.nn import convert, set_step
+from narrowgauge.trainer.checkpoint.interop.compressed_tensors import write_quantized
+from narrowgauge.trainer.checkpoint.interop.gguf.model import write_gguf_model
+from narrowgauge.trainer.checkpoint.interop.huggingface import write_folder
+from narrowgauge.trainer.checkpoint.interop.modelopt import in_modelopt
+from narrowgauge.trainer.checkpoint.interop.safetensors_reader import SHARD_BYTES
+from narrowgauge.trainer.models import Transformer, initialize, model_config
 
 SIZES = {"dim": 128, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 128, "vocab_size": 160}
 

@@ -10,7 +10,9 @@ from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
 from safetensors.torch import load_file
 
 from checkpoint.interop.models import export, model_under
-from narrowgauge.checkpoint.interop.activations import (
+from narrowgauge.nn import Linear
+from narrowgauge.quantization import cast, quantize
+from narrowgauge.trainer.checkpoint.interop.activations import (
     MEASURED,
     RULES,
     InputScale,
@@ -19,8 +21,6 @@ from narrowgauge.checkpoint.interop.activations import (
     recorded_scale,
     scale_of_amax,
 )
-from narrowgauge.nn import Linear
-from narrowgauge.quantization import cast, quantize
 
 DOWN = "blocks.0.down"
 THEIRS = "model.layers.0.mlp.down_proj"

@@ -14,15 +14,15 @@ from transformers.utils.quantization_config import CompressedTensorsConfig
 
 from checkpoint.interop import models
 from checkpoint.interop.models import export, model_under, ours_from, weights_of
-from narrowgauge.checkpoint.interop.external_model import read_external_model
-from narrowgauge.checkpoint.interop.huggingface import read_folder
-from narrowgauge.checkpoint.interop.name_map import name_map
-from narrowgauge.errors import UserError
-from narrowgauge.models import model_config
 from narrowgauge.nn import Linear
 from narrowgauge.quantization import Cast, quantize
 from narrowgauge.recipes import recipe
-from narrowgauge.training.outline import placement
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.checkpoint.interop.external_model import read_external_model
+from narrowgauge.trainer.checkpoint.interop.huggingface import read_folder
+from narrowgauge.trainer.checkpoint.interop.name_map import name_map
+from narrowgauge.trainer.models import model_config
+from narrowgauge.trainer.training.outline import placement
 
 SIZES = {"dim": 256, "layers": 4, "ffn_dim": 384}
 RECIPES = {

@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from narrowgauge.checkpoint.interop.external_model import read_external_model
-from narrowgauge.checkpoint.interop.huggingface import write_folder
-from narrowgauge.checkpoint.interop.safetensors_reader import INDEX
-from narrowgauge.errors import UserError
-from narrowgauge.models import Transformer, model_config
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.checkpoint.interop.external_model import read_external_model
+from narrowgauge.trainer.checkpoint.interop.huggingface import write_folder
+from narrowgauge.trainer.checkpoint.interop.safetensors_reader import INDEX
+from narrowgauge.trainer.models import Transformer, model_config
 from support.fault_table import case
 from support.hostile import MALFORMED, Bomb
 

@@ -10,12 +10,12 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from checkpoint.interop.models import ours_from
 from checkpoint.interop.test_huggingface import IDS, make
-from narrowgauge.checkpoint.interop.external_model import read_external_model
-from narrowgauge.checkpoint.interop.quantized_weights import dequantize
-from narrowgauge.errors import UserError
 from narrowgauge.nn import convert
 from narrowgauge.optim import AdamW
 from narrowgauge.quantization import quantize
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.checkpoint.interop.external_model import read_external_model
+from narrowgauge.trainer.checkpoint.interop.quantized_weights import dequantize
 
 QWEN = ("qwen3_moe", {"moe_intermediate_size": 64, "norm_topk_prob": True})
 MATRICES, PARTS = ("gate_up_proj", "down_proj"), ("blocks", "scales")

@@ -11,24 +11,24 @@ from gguf.quants import dequantize
 from tokenizers import Regex, pre_tokenizers
 
 from checkpoint.interop.models import export, model_under, weights_of
-from narrowgauge.checkpoint.interop.external_model import is_external_model, read_external_model
-from narrowgauge.checkpoint.interop.gguf.blocks import code_rows, plain_rows, type_of, values_of
-from narrowgauge.checkpoint.interop.gguf.container import (
+from narrowgauge.quantization import cast, quantize
+from narrowgauge.recipes import recipe_names
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.checkpoint.interop.external_model import is_external_model, read_external_model
+from narrowgauge.trainer.checkpoint.interop.gguf.blocks import code_rows, plain_rows, type_of, values_of
+from narrowgauge.trainer.checkpoint.interop.gguf.container import (
     StoredRows,
     block_of,
     is_readable,
     read_gguf,
     write_gguf,
 )
-from narrowgauge.checkpoint.interop.gguf.model import expected_values, gguf_map, read_gguf_model
-from narrowgauge.checkpoint.interop.gguf.tokenizer import settings_of, tokenizer_keys, tokenizer_of
-from narrowgauge.checkpoint.interop.read_back import require_read_back
-from narrowgauge.data import bytes_tokenizer, load_tokenizer, train_bpe
-from narrowgauge.data.tokenization.formats import PATTERNS
-from narrowgauge.data.tokenization.tokenizer import ids_tokenizer
-from narrowgauge.errors import UserError
-from narrowgauge.quantization import cast, quantize
-from narrowgauge.recipes import recipe_names
+from narrowgauge.trainer.checkpoint.interop.gguf.model import expected_values, gguf_map, read_gguf_model
+from narrowgauge.trainer.checkpoint.interop.gguf.tokenizer import settings_of, tokenizer_keys, tokenizer_of
+from narrowgauge.trainer.checkpoint.interop.read_back import require_read_back
+from narrowgauge.trainer.data import bytes_tokenizer, load_tokenizer, train_bpe
+from narrowgauge.trainer.data.tokenization.formats import PATTERNS
+from narrowgauge.trainer.data.tokenization.tokenizer import ids_tokenizer
 
 SIZES = {"layers": 3, "ffn_dim": 64}
 TYPE = {"bf16": "BF16", "fp32": "F32", "mxfp4": "MXFP4", "nvfp4": "NVFP4", "mxint8": "Q8_0", "fp8": "F32"}

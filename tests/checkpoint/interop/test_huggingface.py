@@ -9,12 +9,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from checkpoint.interop.models import ours_from
-from narrowgauge.checkpoint.interop.hf_config import config_from, to_config
-from narrowgauge.checkpoint.interop.huggingface import read_folder, write_folder
-from narrowgauge.checkpoint.interop.safetensors_reader import INDEX
-from narrowgauge.data import train_bpe
-from narrowgauge.errors import UserError
-from narrowgauge.models import Transformer, initialize, model_config
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.checkpoint.interop.hf_config import config_from, to_config
+from narrowgauge.trainer.checkpoint.interop.huggingface import read_folder, write_folder
+from narrowgauge.trainer.checkpoint.interop.safetensors_reader import INDEX
+from narrowgauge.trainer.data import train_bpe
+from narrowgauge.trainer.models import Transformer, initialize, model_config
 
 V, T = 67, 48
 SMALL = {"dim": 64, "layers": 3, "heads": 4, "kv_heads": 2, "ffn_dim": 96, "vocab_size": V}

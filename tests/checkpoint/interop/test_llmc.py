@@ -8,10 +8,10 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from checkpoint.interop.models import model_under, ours_from
-from narrowgauge.checkpoint.interop.external_model import read_external_model
-from narrowgauge.checkpoint.interop.llmc import _stored, read_llmc, write_llmc
-from narrowgauge.errors import UserError
-from narrowgauge.models import model_config
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.checkpoint.interop.external_model import read_external_model
+from narrowgauge.trainer.checkpoint.interop.llmc import _stored, read_llmc, write_llmc
+from narrowgauge.trainer.models import model_config
 
 V, T, C, L, N = 150, 32, 48, 3, 4  # padded to 256
 ORDER = ["ln_1.weight", "ln_1.bias", "attn.c_attn.weight", "attn.c_attn.bias", "attn.c_proj.weight"]

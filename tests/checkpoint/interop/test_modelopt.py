@@ -5,12 +5,12 @@ import json
 import pytest
 
 from checkpoint.interop.models import export, model_under, weights_of
-from narrowgauge.checkpoint.interop.huggingface import read_folder
-from narrowgauge.checkpoint.interop.modelopt import ALGORITHMS
-from narrowgauge.checkpoint.interop.read_back import require_read_back
-from narrowgauge.errors import UserError
 from narrowgauge.nn import Linear
 from narrowgauge.recipes import recipe_names
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.checkpoint.interop.huggingface import read_folder
+from narrowgauge.trainer.checkpoint.interop.modelopt import ALGORITHMS
+from narrowgauge.trainer.checkpoint.interop.read_back import require_read_back
 
 EXACT = {"nvfp4": "W4A16_NVFP4", "mxfp8": "MXFP8"}
 

@@ -7,12 +7,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from checkpoint.interop.models import export, model_under
-from narrowgauge.checkpoint.interop.activations import needs_scale, scale_of_amax
-from narrowgauge.checkpoint.interop.compressed_tensors import narrow_layers
-from narrowgauge.checkpoint.interop.external_model import read_external_model
-from narrowgauge.checkpoint.interop.gguf.container import StoredRows, read_gguf, write_gguf
-from narrowgauge.checkpoint.interop.read_back import different_tensors, wrong_input_scales
-from narrowgauge.errors import UserError
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.checkpoint.interop.activations import needs_scale, scale_of_amax
+from narrowgauge.trainer.checkpoint.interop.compressed_tensors import narrow_layers
+from narrowgauge.trainer.checkpoint.interop.external_model import read_external_model
+from narrowgauge.trainer.checkpoint.interop.gguf.container import StoredRows, read_gguf, write_gguf
+from narrowgauge.trainer.checkpoint.interop.read_back import different_tensors, wrong_input_scales
 
 NARROW = {"compressed-tensors": ("nvfp4", "fp8", "mxfp8"), "modelopt": ("nvfp4", "fp8")}
 NARROW |= {"gguf": ("nvfp4", "mxfp4"), "hf": ("nvfp4",)}

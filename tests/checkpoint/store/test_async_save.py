@@ -8,8 +8,8 @@ import sys
 import pytest
 import torch
 
-from narrowgauge.checkpoint import AsyncSaver, PoisonedError, SaveError, load, newest_valid, steps
-from narrowgauge.checkpoint.store.slices import full_tensor
+from narrowgauge.trainer.checkpoint import AsyncSaver, PoisonedError, SaveError, load, newest_valid, steps
+from narrowgauge.trainer.checkpoint.store.slices import full_tensor
 from support.checkpoint_ranks import assert_whole
 from support.fault_table import case
 
@@ -94,8 +94,8 @@ def test_leaving_the_block_waits_and_raises(tmp_path):
 def test_the_end_of_a_process_waits_for_its_save(tmp_path):
     script = (
         "import sys, torch; from pathlib import Path;"
-        "from narrowgauge.checkpoint import AsyncSaver;"
-        "from narrowgauge.checkpoint.store.slices import full_tensor;"
+        "from narrowgauge.trainer.checkpoint import AsyncSaver;"
+        "from narrowgauge.trainer.checkpoint.store.slices import full_tensor;"
         "tensors = {'m': {'w': [full_tensor(torch.ones(4_000_000))]}};"
         "AsyncSaver().save(Path(sys.argv[1]), 1, tensors, {}, 2, 'run')"
     )

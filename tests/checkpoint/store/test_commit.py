@@ -6,8 +6,8 @@ import re
 import pytest
 import torch
 
-from narrowgauge.checkpoint import load, newest_valid, read_manifest, save, steps
-from narrowgauge.errors import UserError
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.checkpoint import load, newest_valid, read_manifest, save, steps
 from support.fault_table import case
 
 

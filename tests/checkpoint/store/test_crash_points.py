@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from narrowgauge import files
-from narrowgauge.checkpoint import newest_valid, save, steps
-from narrowgauge.checkpoint.store import commit
-from narrowgauge.files import write_whole
+from narrowgauge.system import files
+from narrowgauge.system.files import write_whole
+from narrowgauge.trainer.checkpoint import newest_valid, save, steps
+from narrowgauge.trainer.checkpoint.store import commit
 from support.checkpoint_ranks import assert_whole
 from support.fault_runs import flip_a_bit
 from support.fault_table import case

@@ -6,10 +6,10 @@ import re
 import pytest
 import torch
 
-from narrowgauge.checkpoint import DiskSpace, SaveError, free_space, require_space_for_run, save
-from narrowgauge.checkpoint.store.disk_space import require_space
-from narrowgauge.errors import UserError
-from narrowgauge.units import human_bytes
+from narrowgauge.system.errors import UserError
+from narrowgauge.system.units import human_bytes
+from narrowgauge.trainer.checkpoint import DiskSpace, SaveError, free_space, require_space_for_run, save
+from narrowgauge.trainer.checkpoint.store.disk_space import require_space
 from support.fault_table import case
 
 

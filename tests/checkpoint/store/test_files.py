@@ -5,9 +5,9 @@ import signal
 
 import pytest
 
-from narrowgauge.errors import UserError
-from narrowgauge.files import make_directory, open_regular, sha256_of, write_new, write_whole
-from narrowgauge.json_lines import append_lines, read_jsonl
+from narrowgauge.system.errors import UserError
+from narrowgauge.system.files import make_directory, open_regular, sha256_of, write_new, write_whole
+from narrowgauge.system.json_lines import append_lines, read_jsonl
 
 RECORDS = [{"step": 1, "loss": 2.5}, {"step": 2, "text": "na\u00efve\nline"}, {"step": 3, "loss": 0.1}]
 

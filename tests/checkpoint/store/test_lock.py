@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from narrowgauge.checkpoint import is_abandoned, lock_run
-from narrowgauge.errors import UserError
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.checkpoint import is_abandoned, lock_run
 from support.fault_table import case
 
 

@@ -8,9 +8,9 @@ import shutil
 import pytest
 import torch
 
-from narrowgauge.checkpoint import DamagedError, newest_valid, read_manifest, save, verify
-from narrowgauge.checkpoint.store.manifest import VERSION
-from narrowgauge.errors import UserError
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.checkpoint import DamagedError, newest_valid, read_manifest, save, verify
+from narrowgauge.trainer.checkpoint.store.manifest import VERSION
 from support.fault_table import case
 
 FILES = ["index.json", "manifest.json", "model.safetensors", "optimizer.safetensors", "state.json"]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from narrowgauge.checkpoint import is_finite
+from narrowgauge.trainer.checkpoint import is_finite
 
 ORACLE = {torch.float16: np.float16, torch.bfloat16: ml_dtypes.bfloat16}
 EIGHT = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")

@@ -9,9 +9,9 @@ from itertools import pairwise
 import pytest
 import torch
 
-from narrowgauge.checkpoint import newest_valid, restore_distributed, steps
-from narrowgauge.checkpoint.store.slices import full_tensor
-from narrowgauge.errors import UserError
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.checkpoint import newest_valid, restore_distributed, steps
+from narrowgauge.trainer.checkpoint.store.slices import full_tensor
 from support.checkpoint_ranks import assert_whole, local_tensors_of, same_bits, tensors_of
 from support.fault_table import case
 from support.hostile import Bomb

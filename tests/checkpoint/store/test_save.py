@@ -9,8 +9,8 @@ import re
 import pytest
 import torch
 
-from narrowgauge.checkpoint import DamagedError, PoisonedError, SaveError, load, newest_valid, save
-from narrowgauge.errors import UserError
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.checkpoint import DamagedError, PoisonedError, SaveError, load, newest_valid, save
 from support.checkpoint_ranks import assert_whole, same_bits
 from support.fault_table import case
 from support.hostile import MALFORMED, OTHER, SOUND, Bomb, forge

@@ -7,10 +7,15 @@ from collections import Counter
 import pytest
 import torch
 
-from narrowgauge.checkpoint.store.index import from_json, to_json
-from narrowgauge.checkpoint.store.save_plan import describe, make_index, plan_for_rank
-from narrowgauge.checkpoint.store.slices import LocalTensor, TensorSlice, full_tensor, require_exact_cover
-from narrowgauge.errors import UserError
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.checkpoint.store.index import from_json, to_json
+from narrowgauge.trainer.checkpoint.store.save_plan import describe, make_index, plan_for_rank
+from narrowgauge.trainer.checkpoint.store.slices import (
+    LocalTensor,
+    TensorSlice,
+    full_tensor,
+    require_exact_cover,
+)
 
 
 def grid(shape, rng):

@@ -14,12 +14,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from narrowgauge.cli.main import main
-from narrowgauge.cluster.doctor import gpus
-from narrowgauge.cluster.doctor.gpus import joined
-from narrowgauge.cluster.doctor.host import collect_disk
-from narrowgauge.cluster.doctor.torch_setup.ask_torch import ask_torch, parse_report
-from narrowgauge.processes import Output, output_of
+from narrowgauge.system.processes import Output, output_of
+from narrowgauge.trainer.cli.main import main
+from narrowgauge.trainer.cluster.doctor import gpus
+from narrowgauge.trainer.cluster.doctor.gpus import joined
+from narrowgauge.trainer.cluster.doctor.host import collect_disk
+from narrowgauge.trainer.cluster.doctor.torch_setup.ask_torch import ask_torch, parse_report
 
 ORDER = (
     "system python packages torch driver gpus recipes nccl launcher ranks cores open-files locked-memory "

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from narrowgauge.cluster.doctor.doctor import check
-from narrowgauge.cluster.doctor.facts import Gpu, Hardware
-from narrowgauge.distributed import NotStartedBySrun, world_from
-from narrowgauge.errors import UserError
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.cluster.doctor.doctor import check
+from narrowgauge.trainer.cluster.doctor.facts import Gpu, Hardware
+from narrowgauge.trainer.distributed import NotStartedBySrun, world_from
 from support.healthy import CPU_ONLY
 from support.launch_environments import BY_SCRIPT, DEVICES, REFUSED, WORLDS, env
 

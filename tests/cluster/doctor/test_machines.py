@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from narrowgauge.cluster.doctor.doctor import check
-from narrowgauge.cluster.doctor.facts import Compiler, Disk, Given, Gpu, Hardware, Hub
-from narrowgauge.cluster.doctor.host import collect_compiler
-from narrowgauge.cluster.doctor.torch_setup.builds import build_for
+from narrowgauge.trainer.cluster.doctor.doctor import check
+from narrowgauge.trainer.cluster.doctor.facts import Compiler, Disk, Given, Gpu, Hardware, Hub
+from narrowgauge.trainer.cluster.doctor.host import collect_compiler
+from narrowgauge.trainer.cluster.doctor.torch_setup.builds import build_for
 from support.healthy import CPU_ONLY
 
 CUDA = replace(

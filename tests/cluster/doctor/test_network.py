@@ -12,9 +12,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from narrowgauge.cli.main import main
-from narrowgauge.cluster.doctor.doctor import check
-from narrowgauge.cluster.doctor.network import ask_hub, proxy_for
+from narrowgauge.trainer.cli.main import main
+from narrowgauge.trainer.cluster.doctor.doctor import check
+from narrowgauge.trainer.cluster.doctor.network import ask_hub, proxy_for
 from support.healthy import CPU_ONLY
 
 SECRET = "s3cr/t@w:rd"

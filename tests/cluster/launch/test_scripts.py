@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from narrowgauge.cli.main import main
+from narrowgauge.trainer.cli.main import main
 
 ROOT = "runs/debug-stdlib-fp8"
 

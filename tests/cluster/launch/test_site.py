@@ -2,8 +2,8 @@
 
 import pytest
 
-from narrowgauge.cluster.launch.site import Limit, load_site, parse_site, site_names
-from narrowgauge.errors import UserError
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.cluster.launch.site import Limit, load_site, parse_site, site_names
 
 
 def test_those_that_ship_give_reasons_and_sources():
@@ -23,7 +23,7 @@ def test_those_that_ship_give_reasons_and_sources():
 
 
 def test_the_form_in_the_module_is_a_site(tmp_path):
-    from narrowgauge.cluster.launch import site as module
+    from narrowgauge.trainer.cluster.launch import site as module
 
     lines = module.__doc__.split("\n\n    ", 1)[1].split("\n\nOnly")[0]
     file = tmp_path / "mine.toml"

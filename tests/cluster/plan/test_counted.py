@@ -11,19 +11,19 @@ import pytest
 import torch
 
 import narrowgauge as ng
-from narrowgauge.cluster.plan.cluster_spec import cluster_names, load_cluster
-from narrowgauge.cluster.plan.counted import ceilings_of, speeds_of
-from narrowgauge.cluster.plan.estimate import estimate
-from narrowgauge.cluster.plan.plan import make_plan
-from narrowgauge.devices import imagine
 from narrowgauge.distributed import ParallelDims
 from narrowgauge.kernels.cast import emulate
 from narrowgauge.quantization import make_cast
 from narrowgauge.recipes import named_device
-from narrowgauge.simulate import H200, Memory, StepEstimate
-from narrowgauge.simulate.memory import CLASSES
-from narrowgauge.simulate.operations import Cost
-from narrowgauge.training import make_config
+from narrowgauge.system.devices import imagine
+from narrowgauge.trainer.cluster.plan.cluster_spec import cluster_names, load_cluster
+from narrowgauge.trainer.cluster.plan.counted import ceilings_of, speeds_of
+from narrowgauge.trainer.cluster.plan.estimate import estimate
+from narrowgauge.trainer.cluster.plan.plan import make_plan
+from narrowgauge.trainer.simulate import H200, Memory, StepEstimate
+from narrowgauge.trainer.simulate.memory import CLASSES
+from narrowgauge.trainer.simulate.operations import Cost
+from narrowgauge.trainer.training import make_config
 
 MODELS = {"small": {"name": "gpt2-124m", "layers": 2}, "long": {"name": "qwen2.5-7b", "layers": 2}}
 
@@ -156,7 +156,7 @@ def test_a_plan_of_divided_experts_takes_less_time_for_casts():
     assert divided.products <= plain.products, "larger products of each expert read its weights less often"
 
 
-WITHOUT = "import sys; sys.modules['triton'] = None; from narrowgauge.cli.main import main; main()"
+WITHOUT = "import sys; sys.modules['triton'] = None; from narrowgauge.trainer.cli.main import main; main()"
 LINE = "--data.sequence_length 128 --model.layers 2 --training.batch_size 8 --training.micro_batch_size 4"
 
 

@@ -7,19 +7,19 @@ from importlib import resources
 
 import pytest
 
-from narrowgauge.cluster.plan import cluster_spec
-from narrowgauge.cluster.plan.budget import parse_price, tokens_of
-from narrowgauge.cluster.plan.cluster_spec import cluster_names, load_cluster, parse_cluster
-from narrowgauge.cluster.plan.counted import counted_step, speeds_of
-from narrowgauge.cluster.plan.estimate import estimate
-from narrowgauge.cluster.plan.expect import counted_expectation, expectation
-from narrowgauge.cluster.plan.fewest import fewest_devices
-from narrowgauge.cluster.plan.plan import as_json, cost_of, make_plan
-from narrowgauge.devices import imagine
 from narrowgauge.distributed import ParallelDims
-from narrowgauge.errors import UserError
-from narrowgauge.models import flops_per_token
-from narrowgauge.simulate import (
+from narrowgauge.system.devices import imagine
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.cluster.plan import cluster_spec
+from narrowgauge.trainer.cluster.plan.budget import parse_price, tokens_of
+from narrowgauge.trainer.cluster.plan.cluster_spec import cluster_names, load_cluster, parse_cluster
+from narrowgauge.trainer.cluster.plan.counted import counted_step, speeds_of
+from narrowgauge.trainer.cluster.plan.estimate import estimate
+from narrowgauge.trainer.cluster.plan.expect import counted_expectation, expectation
+from narrowgauge.trainer.cluster.plan.fewest import fewest_devices
+from narrowgauge.trainer.cluster.plan.plan import as_json, cost_of, make_plan
+from narrowgauge.trainer.models import flops_per_token
+from narrowgauge.trainer.simulate import (
     H200,
     Memory,
     StepEstimate,
@@ -28,11 +28,11 @@ from narrowgauge.simulate import (
     estimate_memory,
     estimate_step,
 )
-from narrowgauge.simulate.few_blocks import few_blocks
-from narrowgauge.simulate.memory import CLASSES
-from narrowgauge.simulate.memory_estimate import _heaviest
-from narrowgauge.simulate.room import Room, copy_of_save
-from narrowgauge.training import make_config
+from narrowgauge.trainer.simulate.few_blocks import few_blocks
+from narrowgauge.trainer.simulate.memory import CLASSES
+from narrowgauge.trainer.simulate.memory_estimate import _heaviest
+from narrowgauge.trainer.simulate.room import Room, copy_of_save
+from narrowgauge.trainer.training import make_config
 
 SMALL = {"name": "debug", "dim": 128, "ffn_dim": 256, "vocab_size": 256}
 
@@ -46,7 +46,7 @@ def config(recipe="bf16", model=SMALL, **training):
 
 
 def text_of(name):
-    return (resources.files("narrowgauge.cluster.plan") / "machines" / f"{name}.toml").read_text()
+    return (resources.files("narrowgauge.trainer.cluster.plan") / "machines" / f"{name}.toml").read_text()
 
 
 def test_clusters_that_ship():

@@ -6,9 +6,9 @@ import shlex
 
 import pytest
 
-from narrowgauge.cluster.plan.plan_text import _interval
-from narrowgauge.simulate import ALONE, Room, estimate_memory
-from narrowgauge.training import make_config
+from narrowgauge.trainer.cluster.plan.plan_text import _interval
+from narrowgauge.trainer.simulate import ALONE, Room, estimate_memory
+from narrowgauge.trainer.training import make_config
 
 SMALL = "--model gpt2-124m --model.layers 2 --data.sequence_length 128 --training.micro_batch_size 4"
 

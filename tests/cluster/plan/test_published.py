@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from narrowgauge.cluster.plan.cluster_spec import cluster_names, load_cluster
-from narrowgauge.cluster.plan.expect import expectation
+from narrowgauge.trainer.cluster.plan.cluster_spec import cluster_names, load_cluster
+from narrowgauge.trainer.cluster.plan.expect import expectation
 from support.published import FITS, LLMQ_ROWS, NARROW, WIDE
 from support.published_speed import ROWS, of_machine
 

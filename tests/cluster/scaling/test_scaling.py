@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from narrowgauge.cluster.scaling.scaling import _dims, _plans, refuse_several
-from narrowgauge.cluster.scaling.statistics import (
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.cluster.scaling.scaling import _dims, _plans, refuse_several
+from narrowgauge.trainer.cluster.scaling.statistics import (
     Row,
     against,
     bandwidth,
@@ -18,9 +19,8 @@ from narrowgauge.cluster.scaling.statistics import (
     verdict,
     warnings,
 )
-from narrowgauge.cluster.scaling.worker import alone, idle
-from narrowgauge.errors import UserError
-from narrowgauge.training import make_config
+from narrowgauge.trainer.cluster.scaling.worker import alone, idle
+from narrowgauge.trainer.training import make_config
 
 ONE = Row("strong", 1, 2, 8, 8, 1000, 9, 100.0, (99.0, 100.0, 101.0), 98.0, 99.0, 0.0, 0.0, {}, {})
 

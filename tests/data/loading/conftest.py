@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from narrowgauge.data import open_token_file, write_token_file
+from narrowgauge.trainer.data import open_token_file, write_token_file
 
 
 @pytest.fixture

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from narrowgauge.data import (
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.data import (
     Mixture,
     TokenStream,
     count_windows,
@@ -16,7 +17,6 @@ from narrowgauge.data import (
     validation_batches,
     write_token_file,
 )
-from narrowgauge.errors import UserError
 
 END = 9
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from data.reading import write
-from narrowgauge.data import (
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.data import (
     ids_tokenizer,
     open_data,
     prepare,
@@ -15,7 +16,6 @@ from narrowgauge.data import (
     train_bpe,
     write_token_file,
 )
-from narrowgauge.errors import UserError
 
 
 def test_text_is_prepared_and_a_prepared_corpus_is_opened(source, tmp_path):

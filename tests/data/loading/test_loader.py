@@ -5,8 +5,8 @@ import threading
 import pytest
 import torch
 
-from narrowgauge.data import Loader, first_samples, training_batch
-from narrowgauge.errors import UserError
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.data import Loader, first_samples, training_batch
 
 
 def its_threads():

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from narrowgauge.data import first_samples, mixed_samples, samples, shares_of
+from narrowgauge.trainer.data import first_samples, mixed_samples, samples, shares_of
 
 M64 = 2**64 - 1
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from data.reading import contents, documents_in, pairs, texts, write
-from narrowgauge.data import Options, open_corpus, prepare, train_bpe
-from narrowgauge.data.preparation.document_filter import SeenTexts
-from narrowgauge.errors import UserError
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.data import Options, open_corpus, prepare, train_bpe
+from narrowgauge.trainer.data.preparation.document_filter import SeenTexts
 
 FILES = ["manifest.json", "tokenizer.json", "train.bin", "val.bin"]
 
@@ -174,7 +174,7 @@ def test_a_prepared_corpus_is_a_source_with_its_own_tokenizer_and_options(tmp_pa
 
 def test_a_full_disk_under_the_digests_of_duplicates_is_an_error_of_the_system(tmp_path, monkeypatch):
     """sqlite has separate errors, and one of them was a traceback."""
-    monkeypatch.setattr("narrowgauge.data.preparation.document_filter._CACHE_KIB", 64)
+    monkeypatch.setattr("narrowgauge.trainer.data.preparation.document_filter._CACHE_KIB", 64)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 18, before[1]))  # as if the disk ended there
     digests = (number.to_bytes(16, "big") for number in range(1 << 17))

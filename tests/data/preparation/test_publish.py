@@ -9,14 +9,14 @@ import time
 import pytest
 
 from data.reading import contents
-from narrowgauge.data import open_corpus, prepare
-from narrowgauge.errors import UserError
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.data import open_corpus, prepare
 from support.fault_table import case
 
 CHILD = """
 import sys, time, warnings
 from pathlib import Path
-from narrowgauge.data import prepare
+from narrowgauge.trainer.data import prepare
 
 warnings.simplefilter("error")
 source, directory, stop_at, marker = sys.argv[1:]

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from data.reading import contents, documents_in, texts
-from narrowgauge.data import prepare
-from narrowgauge.data.preparation.document_filter import Options, is_held_out
-from narrowgauge.errors import UserError
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.data import prepare
+from narrowgauge.trainer.data.preparation.document_filter import Options, is_held_out
 from support.fault_table import case
 
 WORDS = ["steam", "coal", "rail", "gauge", "caf\u00e9", "<|endoftext|>", "valley\n\n"]
@@ -23,7 +23,7 @@ WORDS = ["steam", "coal", "rail", "gauge", "caf\u00e9", "<|endoftext|>", "valley
 @pytest.fixture
 def lines(tmp_path, monkeypatch):
     """Some chunks of JSON lines, long and short, some of them twice."""
-    monkeypatch.setattr("narrowgauge.data.sources.byte_stream.CHUNK_BYTES", 1 << 15)
+    monkeypatch.setattr("narrowgauge.trainer.data.sources.byte_stream.CHUNK_BYTES", 1 << 15)
     rng = np.random.default_rng(0)
     with (tmp_path / "lines.jsonl").open("w", encoding="utf-8") as file:
         for i in range(1000):
@@ -74,7 +74,7 @@ def test_a_larger_share_holds_out_the_same_and_more(lines, tmp_path):
 
 def test_tokens_beyond_a_file_go_into_several(lines, tmp_path, monkeypatch):
     whole = prepare(lines, "bytes", tmp_path / "one")
-    monkeypatch.setattr("narrowgauge.data.preparation.corpus_builder.MOST_TOKENS", 100_000)
+    monkeypatch.setattr("narrowgauge.trainer.data.preparation.corpus_builder.MOST_TOKENS", 100_000)
     corpus = prepare(lines, "bytes", tmp_path / "several")
     names = sorted(path.name for path in (tmp_path / "several").glob("*.bin"))
     assert names[:2] == ["train_000000.bin", "train_000001.bin"]
@@ -86,7 +86,7 @@ def test_tokens_beyond_a_file_go_into_several(lines, tmp_path, monkeypatch):
 CHILD = """
 import sys
 from pathlib import Path
-from narrowgauge.data import prepare
+from narrowgauge.trainer.data import prepare
 
 def stop(stage, done, total, facts):
     if stage == "encode":

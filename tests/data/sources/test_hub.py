@@ -4,7 +4,7 @@ import datasets
 import pytest
 
 from data.reading import refusal, texts, write
-from narrowgauge.data import prepare
+from narrowgauge.trainer.data import prepare
 from support.fault_table import case
 
 

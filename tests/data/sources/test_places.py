@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from data.reading import documents_in, names, pairs, refusal, texts, write
-from narrowgauge.data import prepare
-from narrowgauge.errors import UserError
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.data import prepare
 
 
 def fill(folder, files):

@@ -12,9 +12,9 @@ import zstandard
 
 from data.reading import refusal, texts
 from data.reading import write as written
-from narrowgauge.data import open_corpus, prepare
-from narrowgauge.data.preparation.document_filter import Options
-from narrowgauge.errors import UserError
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.data import open_corpus, prepare
+from narrowgauge.trainer.data.preparation.document_filter import Options
 from support.fault_table import case
 
 TEXTS = ["one", "two\nlines \u2014 caf\u00e9", " three ", "four \U0001f682", "five"]
@@ -101,7 +101,7 @@ def test_a_bad_line_is_named_and_set_aside_alone(tmp_path, case):
 @case("F1", tier="quick")
 def test_a_line_beyond_the_limit_is_refused_without_being_held(tmp_path, monkeypatch):
     """Plain, packed a thousandfold, and without an end."""
-    monkeypatch.setattr("narrowgauge.data.sources.byte_stream.MOST_BYTES", 1 << 20)
+    monkeypatch.setattr("narrowgauge.trainer.data.sources.byte_stream.MOST_BYTES", 1 << 20)
     long = b'{"text": "' + b"x" * (3 << 20)
     path = written(tmp_path / "a.jsonl", LINES + long + b'"}\n' + LINES)
     says = ":6 is a line of more than 1 MiB, the limit for one document"

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data.reading import names, pairs, refusal, texts, write
-from narrowgauge.data import prepare
-from narrowgauge.data.preparation.document_filter import Options
-from narrowgauge.data.sources.text import cut_text
+from narrowgauge.trainer.data import prepare
+from narrowgauge.trainer.data.preparation.document_filter import Options
+from narrowgauge.trainer.data.sources.text import cut_text
 
 PARTS = ["x", "\n", "\r", "\r\n", "\u2028", "\n\n", "words " * 900, "y" * 16383, "z" * 20000]
 
@@ -49,7 +49,7 @@ def test_the_pieces_do_not_depend_on_the_blocks_in_which_the_text_is_read(parts)
 
 
 def test_a_very_long_file_is_cut_also_among_others(tmp_path, monkeypatch):
-    monkeypatch.setattr("narrowgauge.data.sources.text.MOST_UNCUT", 10_000)
+    monkeypatch.setattr("narrowgauge.trainer.data.sources.text.MOST_UNCUT", 10_000)
     for name, text in (("a", "short"), ("b", "some words in a row\n\n" * 1000), ("c", "short too")):
         write(tmp_path / f"{name}.txt", text)
     found = names(tmp_path)
@@ -61,7 +61,7 @@ def test_bytes_that_are_not_utf8_are_refused_with_file_and_place(tmp_path, monke
     write(tmp_path / "a.txt", "fine")
     bad = write(tmp_path / "b.txt", b"\xef\xbb\xbfcaf\xe9 noir")
     assert f"{bad} is not UTF-8: byte 6 is 0xe9; convert it" in refusal(tmp_path)
-    monkeypatch.setattr("narrowgauge.data.sources.byte_stream._READ", 1000)
+    monkeypatch.setattr("narrowgauge.trainer.data.sources.byte_stream._READ", 1000)
     bad = write(tmp_path / "c.txt", ("caf\u00e9 " * 999).encode() + b"\xe9 noir" + b"x" * 5000)
     assert f"{bad} is not UTF-8: byte 5994 is 0xe9; convert it" in refusal(bad)
 

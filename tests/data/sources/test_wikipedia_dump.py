@@ -8,7 +8,7 @@ import pytest
 
 from data.reading import documents, pairs, refusal
 from data.reading import write as written
-from narrowgauge.data import prepare
+from narrowgauge.trainer.data import prepare
 
 # A small dump, made up: what an article can hold, and the pages that are none.
 HEAD = """<mediawiki xmlns="http://www.mediawiki.org/xml/export-0.11/" version="0.11" xml:lang="xx">
@@ -110,7 +110,7 @@ WANTED = [
 @pytest.mark.parametrize("kind", ["xml", "xml.bz2", "xml.gz", "multistream", "utf-16", "short blocks"])
 def test_articles_become_prose_and_other_pages_nothing(tmp_path, kind, monkeypatch):
     if kind == "short blocks":
-        monkeypatch.setattr("narrowgauge.data.sources.byte_stream._READ", 7)
+        monkeypatch.setattr("narrowgauge.trainer.data.sources.byte_stream._READ", 7)
     plain = dump().encode()
     suffix, data = {
         "xml": ("xml", plain),
@@ -163,7 +163,7 @@ def test_a_damaged_dump_is_refused_after_what_it_holds(tmp_path, monkeypatch):
     # Of a multistream dump, whole pages are read before the damage.
     source = documents(str(written(tmp_path / "d.xml.bz2", multistream(pages(), 2)[:-30])))
     assert next(source).name == "Iron"
-    monkeypatch.setattr("narrowgauge.data.sources.byte_stream.MOST_BYTES", 1 << 20)
+    monkeypatch.setattr("narrowgauge.trainer.data.sources.byte_stream.MOST_BYTES", 1 << 20)
     body = [page("First", "one"), page("Long", "x" * (3 << 20)), page("Last", "two")]
     said = refusal(written(tmp_path / "wiki.xml", dump(body)))
     assert "begins a page of more than 1 MiB, the limit for one document" in said

@@ -10,9 +10,9 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from narrowgauge.data import load_tokenizer, open_data, prepare, train_bpe
-from narrowgauge.data.token_files.detect import layout_of
-from narrowgauge.errors import UserError
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.data import load_tokenizer, open_data, prepare, train_bpe
+from narrowgauge.trainer.data.token_files.detect import layout_of
 from support.fault_table import case
 from support.markdown import titled
 

@@ -8,10 +8,10 @@ import struct
 import numpy as np
 import pytest
 
-from narrowgauge.data import open_data, open_token_file, write_megatron, write_token_file
-from narrowgauge.data.token_files.detect import layout_of, open_file
-from narrowgauge.data.token_files.token_file import TokenWriter, shard_paths
-from narrowgauge.errors import UserError
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.data import open_data, open_token_file, write_megatron, write_token_file
+from narrowgauge.trainer.data.token_files.detect import layout_of, open_file
+from narrowgauge.trainer.data.token_files.token_file import TokenWriter, shard_paths
 
 RNG = np.random.default_rng(0)
 IDS = np.minimum(RNG.geometric(0.01, 5000) * 7, 50256)  # a few often, many seldom, as in a text

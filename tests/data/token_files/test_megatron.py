@@ -7,8 +7,8 @@ from itertools import chain
 import numpy as np
 import pytest
 
-from narrowgauge.data import open_megatron, write_megatron
-from narrowgauge.errors import UserError
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.data import open_megatron, write_megatron
 
 CODES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 DOCUMENTS = [[5, 6, 7, 256], [256], [], [1, 2, 256], [9, 8, 7, 6, 5, 256]]

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from narrowgauge.data import ids_tokenizer, open_data, write_megatron, write_token_file
-from narrowgauge.data.token_files.source import token_files
-from narrowgauge.errors import UserError
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.data import ids_tokenizer, open_data, write_megatron, write_token_file
+from narrowgauge.trainer.data.token_files.source import token_files
 from support.fault_table import case
 
 END = 50256

@@ -7,8 +7,8 @@ import struct
 import numpy as np
 import pytest
 
-from narrowgauge.data import TokenFile, open_token_file, verify_token_file, write_token_file
-from narrowgauge.errors import UserError
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.data import TokenFile, open_token_file, verify_token_file, write_token_file
 from support.fault_table import case
 
 

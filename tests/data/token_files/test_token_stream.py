@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from narrowgauge.data import TokenStream
+from narrowgauge.trainer.data import TokenStream
 
 END = 9
 

@@ -4,9 +4,9 @@ import pytest
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from narrowgauge.data import load_tokenizer, prepare
-from narrowgauge.data.preparation.encode import batch_encoder
-from narrowgauge.errors import UserError
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.data import load_tokenizer, prepare
+from narrowgauge.trainer.data.preparation.encode import batch_encoder
 
 LETTERS = [*"abcdefghijklmnopqrstuvwxyz <>/", "\u2581"]
 

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Library
 
-from narrowgauge.data import bytes_tokenizer, load_tokenizer, train_bpe
-from narrowgauge.data.tokenization.names import make_tokenizer, tokenizer_identity
-from narrowgauge.data.tokenization.tokenizer import parallel_tokenizing
-from narrowgauge.errors import UserError
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.data import bytes_tokenizer, load_tokenizer, train_bpe
+from narrowgauge.trainer.data.tokenization.names import make_tokenizer, tokenizer_identity
+from narrowgauge.trainer.data.tokenization.tokenizer import parallel_tokenizing
 from support.llama2 import KINDS, write_llama2
 
 TEXTS = [
@@ -95,7 +95,9 @@ def test_one_text_gives_one_tokenizer_whatever_the_number_of_threads(narrowgauge
         tmp_path / "serial.py",
         "train_bpe(['some words ' * 50 + 'more words'] * 40, 290).to_json()",
     )
-    script.write_text(f"import sys; from narrowgauge.data import train_bpe\nsys.stdout.write({learn})")
+    script.write_text(
+        f"import sys; from narrowgauge.trainer.data import train_bpe\nsys.stdout.write({learn})"
+    )
     ended = narrowgauge(script=script, TOKENIZERS_PARALLELISM="false")
     assert ended.code == 0, ended.err
     assert ended.out == train_bpe(["some words " * 50 + "more words"] * 40, 290).to_json()

@@ -5,9 +5,9 @@ import math
 
 import pytest
 
-from narrowgauge.laboratory.probe import _cell as cli_cell
-from narrowgauge.report import read_run, render_report
-from narrowgauge.t_interval import Interval
+from narrowgauge.system.t_interval import Interval
+from narrowgauge.trainer.laboratory.probe import _cell as cli_cell
+from narrowgauge.trainer.report import read_run, render_report
 
 PROBE = {
     "step": 60,

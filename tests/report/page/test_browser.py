@@ -7,10 +7,10 @@ import re
 import pytest
 import torch
 
-from narrowgauge.laboratory.watch import LIVE, write_pages
 from narrowgauge.quantization import cast, quantize
 from narrowgauge.quantization.gauges.figures import figures, gauge_operand
-from narrowgauge.report import write_report
+from narrowgauge.trainer.laboratory.watch import LIVE, write_pages
+from narrowgauge.trainer.report import write_report
 from support.driver import driven, needs_driver
 
 pytestmark = [needs_driver, pytest.mark.tier("thorough")]  # the other files read the same pages as text

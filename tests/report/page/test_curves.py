@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from narrowgauge.report import Run, Step, read_run
-from narrowgauge.report.page.curves import POINTS_PER_RUN, page_data
+from narrowgauge.trainer.report import Run, Step, read_run
+from narrowgauge.trainer.report.page.curves import POINTS_PER_RUN, page_data
 
 
 def run_of(losses, batch=100):

@@ -7,9 +7,9 @@ import torch
 
 from narrowgauge.quantization import make_cast, quantize
 from narrowgauge.quantization.gauges.figures import figures, gauge_operand
-from narrowgauge.report import render_report
-from narrowgauge.report.page.gauges import gauges, heat_data, no_gauges
-from narrowgauge.report.read.run import read_run
+from narrowgauge.trainer.report import render_report
+from narrowgauge.trainer.report.page.gauges import gauges, heat_data, no_gauges
+from narrowgauge.trainer.report.read.run import read_run
 
 
 def line(step, layer, place, **values):

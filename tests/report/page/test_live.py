@@ -6,9 +6,9 @@ import threading
 
 import pytest
 
-from narrowgauge.laboratory.watch import LIVE, follow, write_pages
-from narrowgauge.report import write_report
-from narrowgauge.report.page.subject import subjects
+from narrowgauge.trainer.laboratory.watch import LIVE, follow, write_pages
+from narrowgauge.trainer.report import write_report
+from narrowgauge.trainer.report.page.subject import subjects
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ import shutil
 import pytest
 from markupsafe import Markup
 
-from narrowgauge.errors import UserError
-from narrowgauge.report import read_run, render_report, write_report
-from narrowgauge.report.page.html import part
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.report import read_run, render_report, write_report
+from narrowgauge.trainer.report.page.html import part
 
 HOSTILE = "</script><script>alert(1)</script><!--<script> & \"quotes' \u2028 \u00e9"
 

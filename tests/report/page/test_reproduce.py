@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from narrowgauge.report import read_run, render_report
-from narrowgauge.report.page.reproduce import script
+from narrowgauge.trainer.report import read_run, render_report
+from narrowgauge.trainer.report.page.reproduce import script
 
 
 def scripts(page):

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from narrowgauge.errors import UserError
-from narrowgauge.report import Validation, read_run, read_runs
-from narrowgauge.report.read.records import as_float, read_metrics
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.report import Validation, read_run, read_runs
+from narrowgauge.trainer.report.read.records import as_float, read_metrics
 
 
 def test_a_whole_run_reads_back_as_it_was_written(make_run):

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from narrowgauge.report import read_runs, summary
+from narrowgauge.trainer.report import read_runs, summary
 
 BASE = [4.0, 5.0, 3.0]
 MANY = {f"r{i}": [4.0 + i / 100] for i in range(9)}

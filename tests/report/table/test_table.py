@@ -5,9 +5,9 @@ import io
 import pytest
 from rich.console import Console
 
-from narrowgauge.report import print_comparison, read_run, read_runs, table_notes, table_rows
-from narrowgauge.report.verdict.gap import gap_to
-from narrowgauge.units import signed_percent
+from narrowgauge.system.units import signed_percent
+from narrowgauge.trainer.report import print_comparison, read_run, read_runs, table_notes, table_rows
+from narrowgauge.trainer.report.verdict.gap import gap_to
 
 COLUMNS = [
     "run",

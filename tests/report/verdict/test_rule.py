@@ -6,10 +6,10 @@ import statistics
 import numpy as np
 import pytest
 
-from narrowgauge.experiment.power import Plan, power_text, seeds_for_equality, smallest_gap
-from narrowgauge.report.verdict.critical import critical_value
-from narrowgauge.report.verdict.rule import MARGIN, Judgement, Spread, judge, pooled_spread
-from narrowgauge.t_interval import t_quantile
+from narrowgauge.system.t_interval import t_quantile
+from narrowgauge.trainer.experiment.power import Plan, power_text, seeds_for_equality, smallest_gap
+from narrowgauge.trainer.report.verdict.critical import critical_value
+from narrowgauge.trainer.report.verdict.rule import MARGIN, Judgement, Spread, judge, pooled_spread
 
 # two-sided 5 % points, by (arms, degrees of freedom)
 DUNNETT = {(2, 5): 3.03, (2, 10): 2.57, (5, 20): 2.73, (9, 30): 2.86, (3, 60): 2.41, (1, 4): 2.78}

@@ -7,7 +7,8 @@ import statistics
 import pytest
 from rich.console import Console
 
-from narrowgauge.report import (
+from narrowgauge.system.t_interval import half_width, t_quantile
+from narrowgauge.trainer.report import (
     print_comparison,
     read_runs,
     render_report,
@@ -16,8 +17,7 @@ from narrowgauge.report import (
     table_rows,
     verdicts,
 )
-from narrowgauge.report.verdict.groups import groups, references
-from narrowgauge.t_interval import half_width, t_quantile
+from narrowgauge.trainer.report.verdict.groups import groups, references
 
 # two-sided 5 % points as every table prints them
 TABLE = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 7: 2.365, 10: 2.228, 29: 2.045, 30: 2.042, 120: 1.980}

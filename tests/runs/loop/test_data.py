@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from narrowgauge.data import open_data, prepare, write_megatron, write_token_file
-from narrowgauge.data.token_files.token_file import TokenWriter, shard_paths
-from narrowgauge.errors import UserError
-from narrowgauge.runs.loop.check_data import check_vocabulary
-from narrowgauge.training import make_config
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.data import open_data, prepare, write_megatron, write_token_file
+from narrowgauge.trainer.data.token_files.token_file import TokenWriter, shard_paths
+from narrowgauge.trainer.runs.loop.check_data import check_vocabulary
+from narrowgauge.trainer.training import make_config
 from support.fault_table import case
 from support.runs import interrupted
 

@@ -11,12 +11,12 @@ from concurrent.futures import ThreadPoolExecutor, wait
 import pytest
 import torch
 
-from narrowgauge.checkpoint import SaveError, steps
-from narrowgauge.errors import UserError
-from narrowgauge.json_lines import read_jsonl
-from narrowgauge.runs.loop.run_writer import RunWriter
-from narrowgauge.training import make_config
-from narrowgauge.training.step.trainer import Trainer
+from narrowgauge.system.errors import UserError
+from narrowgauge.system.json_lines import read_jsonl
+from narrowgauge.trainer.checkpoint import SaveError, steps
+from narrowgauge.trainer.runs.loop.run_writer import RunWriter
+from narrowgauge.trainer.training import make_config
+from narrowgauge.trainer.training.step.trainer import Trainer
 
 WAYS = pytest.mark.parametrize("way", [{}, {"checkpoint.asynchronous": True}], ids=["at once", "behind"])
 

@@ -12,13 +12,13 @@ from importlib.metadata import version
 
 import pytest
 
-import narrowgauge.runs
-from narrowgauge.checkpoint import lock_run, steps
-from narrowgauge.cli.main import main
-from narrowgauge.data import load_tokenizer
-from narrowgauge.errors import UserError
-from narrowgauge.runs import default_out
-from narrowgauge.training import load_values, make_config
+import narrowgauge.trainer.runs
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.checkpoint import lock_run, steps
+from narrowgauge.trainer.cli.main import main
+from narrowgauge.trainer.data import load_tokenizer
+from narrowgauge.trainer.runs import default_out
+from narrowgauge.trainer.training import load_values, make_config
 from support.llama2 import write_llama2
 from support.runs import interrupted
 
@@ -86,7 +86,7 @@ def test_a_sample_keeps_the_blank_after_its_prompt(train, look, tmp_path, monkey
     """A decoder that drops the blank before the first word, at the end of a run and in `sample`."""
     tokenizer = write_llama2(tmp_path / "tokenizer.json")
     new = tokenizer.encode("steam train")[len(tokenizer.encode("steam")) :]
-    for place in ("narrowgauge.runs.loop.loop", "narrowgauge.models"):
+    for place in ("narrowgauge.trainer.runs.loop.loop", "narrowgauge.trainer.models"):
         monkeypatch.setattr(import_module(place), "generate", lambda *_, **__: new)
     path = train(changes={"data.tokenizer": str(tmp_path / "tokenizer.json"), "log.prompt": "steam"})
     (done,) = look(path).events("done")
@@ -127,7 +127,7 @@ def test_what_moves_the_losses_and_what_does_not(train, trained, look, tmp_path,
     monkeypatch.chdir(tmp_path)
     places = {"recipe.name": "bf16", "recipe.fprop.x": "mxfp8", "optimizer.betas": "0.8,0.9"}
     base = look(trained(places))
-    again = narrowgauge.runs.run(load_values(base.path / "config.toml"))  # as Python runs it, in runs/
+    again = narrowgauge.trainer.runs.run(load_values(base.path / "config.toml"))  # in runs/
     assert look(again).trajectory == base.trajectory
     assert again == default_out(make_config(load_values(base.path / "config.toml")))
     often = {"log.every": 1, "checkpoint.every": 3, "checkpoint.keep": 5, "validation.every": 3}

@@ -6,19 +6,19 @@ from functools import partial
 import pytest
 import torch
 
-from narrowgauge.analysis.gradient import Position
-from narrowgauge.analysis.probe import Subject
-from narrowgauge.analysis.sensitivity import forward_costs
-from narrowgauge.checkpoint.interop.hf_config import config_from, family_of
-from narrowgauge.checkpoint.interop.llmc import write_llmc
-from narrowgauge.data import Batch, validation_batches
-from narrowgauge.errors import UserError
-from narrowgauge.models import Transformer, model_config
 from narrowgauge.quantization import cast
-from narrowgauge.runs.loop.parallel_dims import lay_out, parallel_dims_of
-from narrowgauge.runs.run_directory import RunDirectory
-from narrowgauge.training.config.config import load_values, make_config
-from narrowgauge.training.config.micro_batch import held_out_sequences
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.analysis.gradient import Position
+from narrowgauge.trainer.analysis.probe import Subject
+from narrowgauge.trainer.analysis.sensitivity import forward_costs
+from narrowgauge.trainer.checkpoint.interop.hf_config import config_from, family_of
+from narrowgauge.trainer.checkpoint.interop.llmc import write_llmc
+from narrowgauge.trainer.data import Batch, validation_batches
+from narrowgauge.trainer.models import Transformer, model_config
+from narrowgauge.trainer.runs.loop.parallel_dims import lay_out, parallel_dims_of
+from narrowgauge.trainer.runs.run_directory import RunDirectory
+from narrowgauge.trainer.training.config.config import load_values, make_config
+from narrowgauge.trainer.training.config.micro_batch import held_out_sequences
 
 DENSE = {"dim": 256, "heads": 4, "kv_heads": 4, "ffn_dim": 256}
 EXPERTS = {"experts": 4, "kv_heads": 2, "ffn_dim": 96}

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from faults.inject import gradient, outgrow
-from narrowgauge.checkpoint import load, steps
-from narrowgauge.data import prepare
-from narrowgauge.errors import UserError
 from narrowgauge.guard.raises import Raise
-from narrowgauge.runs import open_run
-from narrowgauge.training import make_config
-from narrowgauge.training.step.trainer import Trainer
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.checkpoint import load, steps
+from narrowgauge.trainer.data import prepare
+from narrowgauge.trainer.runs import open_run
+from narrowgauge.trainer.training import make_config
+from narrowgauge.trainer.training.step.trainer import Trainer
 from support.in_process import run_here
 
 CPU = torch.device("cpu")

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from narrowgauge.errors import UserError
-from narrowgauge.training import make_config
-from narrowgauge.training.config.schema import GAUGES_EVERY
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.training import make_config
+from narrowgauge.trainer.training.config.schema import GAUGES_EVERY
 from support.runs import interrupted
 
 WIDE = {"model.dim": 64, "model.ffn_dim": 96, "training.steps": 4}  # large enough for narrow moments

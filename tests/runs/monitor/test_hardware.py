@@ -5,8 +5,8 @@ import sys
 import pytest
 import torch
 
-from narrowgauge.errors import UserError
-from narrowgauge.runs.monitor import hardware
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.runs.monitor import hardware
 
 
 def test_auto_takes_the_gpu_if_there_is_one():
@@ -42,7 +42,7 @@ def test_memory_is_in_bytes():
 PAGES = """
 import resource, torch
 from pathlib import Path
-from narrowgauge.runs.monitor.hardware import (memory_kept)
+from narrowgauge.trainer.runs.monitor.hardware import (memory_kept)
 
 def pages_taken():
     "By ten tensors of 64 MiB, one after the other: more than glibc ever keeps by itself (32 MiB)."

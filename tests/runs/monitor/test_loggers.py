@@ -6,9 +6,9 @@ from contextlib import closing
 
 import pytest
 
-from narrowgauge.errors import UserError
-from narrowgauge.runs.loop.run_writer import NullRunWriter, RunWriter
-from narrowgauge.runs.monitor.loggers import SINKS, Loggers, is_installed, numbers, require_sinks
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.runs.loop.run_writer import NullRunWriter, RunWriter
+from narrowgauge.trainer.runs.monitor.loggers import SINKS, Loggers, is_installed, numbers, require_sinks
 from support.runs import interrupted
 
 SMALL = {"gauges.every": 3, "training.steps": 6, "checkpoint.every": 2}

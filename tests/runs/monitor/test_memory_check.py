@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from narrowgauge.errors import UserError
-from narrowgauge.runs.monitor import hardware
-from narrowgauge.runs.monitor.memory_check import require_memory
-from narrowgauge.simulate import cheaper
-from narrowgauge.simulate.memory_estimate import estimate_memory
-from narrowgauge.simulate.room import FRAGMENTATION
-from narrowgauge.training import make_config
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.runs.monitor import hardware
+from narrowgauge.trainer.runs.monitor.memory_check import require_memory
+from narrowgauge.trainer.simulate import cheaper
+from narrowgauge.trainer.simulate.memory_estimate import estimate_memory
+from narrowgauge.trainer.simulate.room import FRAGMENTATION
+from narrowgauge.trainer.training import make_config
 
 CPU = torch.device("cpu")
 WIDE = {"model.dim": 128, "model.ffn_dim": 256, "training.micro_batch_size": 2}

@@ -5,20 +5,20 @@ import json
 import pytest
 import torch
 
-from narrowgauge.errors import UserError
 from narrowgauge.kernels import choose_attention
 from narrowgauge.kernels.attention import attend, in_order
 from narrowgauge.quantization.passes import build
-from narrowgauge.runs.choices import ATTENTION, PRODUCTS
-from narrowgauge.runs.monitor import arithmetic
-from narrowgauge.runs.monitor.arithmetic import (
+from narrowgauge.system.errors import UserError
+from narrowgauge.system.torch_compat import cpu_multiplies_bf16
+from narrowgauge.trainer.runs.choices import ATTENTION, PRODUCTS
+from narrowgauge.trainer.runs.monitor import arithmetic
+from narrowgauge.trainer.runs.monitor.arithmetic import (
     AttentionShape,
     attention_of,
     measured_attention,
     measured_products,
     products_of,
 )
-from narrowgauge.torch_compat import cpu_multiplies_bf16
 from support.runs import interrupted
 
 HAS_BF16 = "bf16" if cpu_multiplies_bf16() else "fp32"

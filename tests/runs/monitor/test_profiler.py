@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from narrowgauge.cli.main import main
-from narrowgauge.runs.monitor.profiler import CLASSES, class_of, covered
+from narrowgauge.trainer.cli.main import main
+from narrowgauge.trainer.runs.monitor.profiler import CLASSES, class_of, covered
 from support.in_process import run_here
 
 

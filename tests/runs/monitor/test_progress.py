@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from narrowgauge.runs.monitor.progress import Display
+from narrowgauge.trainer.runs.monitor.progress import Display
 
 
 @pytest.mark.parametrize(

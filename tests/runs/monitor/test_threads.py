@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from narrowgauge.runs.monitor import arithmetic
-from narrowgauge.runs.monitor.arithmetic import threads_of
+from narrowgauge.trainer.runs.monitor import arithmetic
+from narrowgauge.trainer.runs.monitor.arithmetic import threads_of
 
 STARTED = {"event": "start", "step": 0}
 
@@ -64,7 +64,7 @@ def test_threads_are_the_free_cores_or_those_of_before(cores, machine, pinned, l
 @pytest.mark.skipif(sys.platform != "linux", reason="no other system tells what others compute")
 @pytest.mark.skipif(os.nice(0) > 0, reason="a program that gives way to others, as here, is not counted")
 def test_another_program_is_seen():
-    look = "from narrowgauge.operating_system import cores_of_others as c; import time; time.sleep(1)"
+    look = "from narrowgauge.system.operating_system import cores_of_others as c; import time; time.sleep(1)"
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:
         try:
             found = subprocess.run(

@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
-from narrowgauge.runs.monitor import yardstick as module
-from narrowgauge.runs.monitor.yardstick import Yardstick, measure, yardstick
+from narrowgauge.trainer.runs.monitor import yardstick as module
+from narrowgauge.trainer.runs.monitor.yardstick import Yardstick, measure, yardstick
 
 CPU = torch.device("cpu")
 

@@ -3,16 +3,16 @@
 import pytest
 import torch
 
-from narrowgauge.checkpoint import newest_valid
-from narrowgauge.cli.main import main
-from narrowgauge.errors import UserError
 from narrowgauge.quantization import master_or_weight
-from narrowgauge.runs import branch_run, run
-from narrowgauge.runs.run_directory import RunDirectory
-from narrowgauge.runs.use.branch import with_recipe
-from narrowgauge.runs.use.export import export_run, import_model
-from narrowgauge.training import make_config
-from narrowgauge.training.step.trainer import Trainer
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.checkpoint import newest_valid
+from narrowgauge.trainer.cli.main import main
+from narrowgauge.trainer.runs import branch_run, run
+from narrowgauge.trainer.runs.run_directory import RunDirectory
+from narrowgauge.trainer.runs.use.branch import with_recipe
+from narrowgauge.trainer.runs.use.export import export_run, import_model
+from narrowgauge.trainer.training import make_config
+from narrowgauge.trainer.training.step.trainer import Trainer
 from support.fault_table import case
 from support.runs import interrupted
 

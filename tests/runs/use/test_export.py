@@ -8,20 +8,20 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from narrowgauge.cli.main import main
-from narrowgauge.data import bytes_tokenizer, export_tokens, open_data, train_bpe
-from narrowgauge.errors import UserError
-from narrowgauge.models import Transformer
 from narrowgauge.nn import Linear
 from narrowgauge.recipes import recipe_names
-from narrowgauge.runs import open_run
-from narrowgauge.runs.choices import EXPORT_FORMATS
-from narrowgauge.runs.use import export
-from narrowgauge.runs.use.branch import branch_run
-from narrowgauge.runs.use.calibration import activation_scales
-from narrowgauge.runs.use.export import export_run, import_model
-from narrowgauge.runs.use.trained_model import run_data
-from narrowgauge.training import make_config
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.cli.main import main
+from narrowgauge.trainer.data import bytes_tokenizer, export_tokens, open_data, train_bpe
+from narrowgauge.trainer.models import Transformer
+from narrowgauge.trainer.runs import open_run
+from narrowgauge.trainer.runs.choices import EXPORT_FORMATS
+from narrowgauge.trainer.runs.use import export
+from narrowgauge.trainer.runs.use.branch import branch_run
+from narrowgauge.trainer.runs.use.calibration import activation_scales
+from narrowgauge.trainer.runs.use.export import export_run, import_model
+from narrowgauge.trainer.runs.use.trained_model import run_data
+from narrowgauge.trainer.training import make_config
 from support.in_process import run_here
 
 IDS = torch.arange(30)[None] % 257
@@ -183,7 +183,7 @@ def test_an_export_that_is_half_written_or_does_not_hold_the_weights_is_not_publ
         return write(folder, of, {**weights, "blocks.1.down.weight": wrong}, *settings)
 
     with monkeypatch.context() as full:
-        full.setattr("narrowgauge.files.crash_point", stop)
+        full.setattr("narrowgauge.system.files.crash_point", stop)
         with pytest.raises(OSError, match="No space left"):
             export_run(path, to, tmp_path / "out")
     assert [p.name for p in tmp_path.iterdir() if "out" in p.name] == []

@@ -6,12 +6,12 @@ import torch
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models
 
-from narrowgauge.data import bytes_tokenizer, ids_tokenizer, train_bpe
-from narrowgauge.data.tokenization.tokenizer import Tokenizer
-from narrowgauge.errors import UserError
-from narrowgauge.runs import open_run
-from narrowgauge.runs.loop.validation import token_bytes
-from narrowgauge.runs.use.hellaswag import evaluate
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.data import bytes_tokenizer, ids_tokenizer, train_bpe
+from narrowgauge.trainer.data.tokenization.tokenizer import Tokenizer
+from narrowgauge.trainer.runs import open_run
+from narrowgauge.trainer.runs.loop.validation import token_bytes
+from narrowgauge.trainer.runs.use.hellaswag import evaluate
 
 TEXT = "narrow gauge, é 漢字 \n\ttrains 🚂 and <|endoftext|> in text"
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from narrowgauge.checkpoint.interop.read_back import Difference
-from narrowgauge.errors import UserError
-from narrowgauge.runs.use.export import export_run
-from narrowgauge.runs.use.served import DIFFERENT, EQUAL, UNDECIDED, Compared, Served, served
-from narrowgauge.runs.use.servers import Server
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.checkpoint.interop.read_back import Difference
+from narrowgauge.trainer.runs.use.export import export_run
+from narrowgauge.trainer.runs.use.served import DIFFERENT, EQUAL, UNDECIDED, Compared, Served, served
+from narrowgauge.trainer.runs.use.servers import Server
 
 # Blocks of NVFP4 in GGUF have 64 columns.
 SIZES = {"model.dim": 64, "model.ffn_dim": 128, "model.layers": 4, "training.steps": 2}

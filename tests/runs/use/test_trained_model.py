@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from narrowgauge.cli.main import main
-from narrowgauge.data import prepare
-from narrowgauge.distributed import Engine
-from narrowgauge.errors import UserError
-from narrowgauge.models import Transformer, initialize, model_config
 from narrowgauge.nn import convert
 from narrowgauge.recipes import recipe_names
-from narrowgauge.runs import TrainedRun, bits_per_byte, open_run, validation_loss
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.cli.main import main
+from narrowgauge.trainer.data import prepare
+from narrowgauge.trainer.distributed import Engine
+from narrowgauge.trainer.models import Transformer, initialize, model_config
+from narrowgauge.trainer.runs import TrainedRun, bits_per_byte, open_run, validation_loss
 from support.runs import write_text
 
 DELAYED = {"recipe.name": "fp8-delayed"}

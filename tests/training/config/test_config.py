@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from narrowgauge.errors import UserError
 from narrowgauge.recipes import GROUPS, KEYS
-from narrowgauge.training import Config, config_keys, load_values, make_config, to_toml
-from narrowgauge.training.config.diff import trajectory
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.training import Config, config_keys, load_values, make_config, to_toml
+from narrowgauge.trainer.training.config.diff import trajectory
 
 PLACES = (*KEYS, *GROUPS)
 

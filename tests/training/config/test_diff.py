@@ -4,9 +4,9 @@ import shutil
 
 import pytest
 
-from narrowgauge.checkpoint import load, steps
-from narrowgauge.errors import UserError
-from narrowgauge.training import load_values
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.checkpoint import load, steps
+from narrowgauge.trainer.training import load_values
 from support.in_process import run_here
 from support.runs import interrupted, write_text
 

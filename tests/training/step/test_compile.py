@@ -11,11 +11,11 @@ import shutil
 import pytest
 import torch
 
-from narrowgauge.data import prepare
-from narrowgauge.models import layers, mlp, transformer
 from narrowgauge.recipes import recipe_names
-from narrowgauge.training import make_config
-from narrowgauge.training.step.trainer import Trainer
+from narrowgauge.trainer.data import prepare
+from narrowgauge.trainer.models import layers, mlp, transformer
+from narrowgauge.trainer.training import make_config
+from narrowgauge.trainer.training.step.trainer import Trainer
 from support.runs import interrupted
 
 CPU = torch.device("cpu")

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from narrowgauge.errors import UserError
 from narrowgauge.quantization.transforms import ranked
-from narrowgauge.runs.monitor import hardware
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.runs.monitor import hardware
 
 # What raises under `torch.use_deterministic_algorithms(True)` on a GPU: of its documentation what a
 # transformer could use, and kthvalue (ATen/native/cuda/Sorting.cpp).

@@ -5,13 +5,13 @@ import json
 import pytest
 import torch
 
-from narrowgauge import files
-from narrowgauge.cli.main import main
-from narrowgauge.errors import UserError
-from narrowgauge.training import make_config
-from narrowgauge.training.config.diff import config_diff
-from narrowgauge.training.step.graph_choice import is_verified, note_verified
-from narrowgauge.training.step.trainer import Trainer
+from narrowgauge.system import files
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.cli.main import main
+from narrowgauge.trainer.training import make_config
+from narrowgauge.trainer.training.config.diff import config_diff
+from narrowgauge.trainer.training.step.graph_choice import is_verified, note_verified
+from narrowgauge.trainer.training.step.trainer import Trainer
 
 CPU = torch.device("cpu")
 
@@ -67,10 +67,11 @@ def test_what_verify_found_does_not_hold_for_a_changed_source(tmp_path, monkeypa
     """An editable install keeps its version while its sources change."""
     monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path / "cache"))
     package = tmp_path / "narrowgauge"
-    (package / "kernels").mkdir(parents=True)
-    for name in ("files.py", "kernels/cast.py"):
+    for name in ("system", "kernels"):
+        (package / name).mkdir(parents=True)
+    for name in ("system/files.py", "kernels/cast.py"):
         (package / name).write_text("x = 1\n")
-    monkeypatch.setattr(files, "__file__", str(package / "files.py"))
+    monkeypatch.setattr(files, "__file__", str(package / "system" / "files.py"))
     note_verified(CPU, are_equal=True)
     assert is_verified(CPU)
     (package / "__pycache__").mkdir()

@@ -5,11 +5,11 @@ import math
 import pytest
 import torch
 
-from narrowgauge.checkpoint import is_finite, load, steps
-from narrowgauge.data import prepare
 from narrowgauge.nn import recipe_tensors
-from narrowgauge.training import Diverged, make_config
-from narrowgauge.training.step.trainer import Trainer
+from narrowgauge.trainer.checkpoint import is_finite, load, steps
+from narrowgauge.trainer.data import prepare
+from narrowgauge.trainer.training import Diverged, make_config
+from narrowgauge.trainer.training.step.trainer import Trainer
 
 CPU = torch.device("cpu")
 

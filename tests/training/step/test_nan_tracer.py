@@ -6,10 +6,10 @@ from functools import partial
 import pytest
 import torch
 
-from narrowgauge.data import prepare
-from narrowgauge.training import make_config
-from narrowgauge.training.step.nan_tracer import COMPILED, NOTHING, FirstBad, earliest
-from narrowgauge.training.step.trainer import Trainer
+from narrowgauge.trainer.data import prepare
+from narrowgauge.trainer.training import make_config
+from narrowgauge.trainer.training.step.nan_tracer import COMPILED, NOTHING, FirstBad, earliest
+from narrowgauge.trainer.training.step.trainer import Trainer
 
 CPU = torch.device("cpu")
 LATER = pytest.mark.tier("thorough")

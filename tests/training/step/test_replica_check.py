@@ -5,15 +5,15 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from narrowgauge.data import prepare
-from narrowgauge.training import Corrupted, make_config
-from narrowgauge.training.step.replica_check import (
+from narrowgauge.trainer.data import prepare
+from narrowgauge.trainer.training import Corrupted, make_config
+from narrowgauge.trainer.training.step.replica_check import (
     differing_ranks,
     fingerprint,
     first_difference,
     require_same_replicas,
 )
-from narrowgauge.training.step.trainer import Trainer
+from narrowgauge.trainer.training.step.trainer import Trainer
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.uint8, torch.int64)

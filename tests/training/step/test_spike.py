@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from narrowgauge.checkpoint import load, steps
-from narrowgauge.training.step.trainer import Trainer
+from narrowgauge.trainer.checkpoint import load, steps
+from narrowgauge.trainer.training.step.trainer import Trainer
 
 WINDOW = {
     "guard.spike_window": 12,

@@ -5,12 +5,12 @@ import math
 import pytest
 import torch
 
-from narrowgauge.checkpoint import load
-from narrowgauge.data import Batch, prepare
-from narrowgauge.errors import UserError
-from narrowgauge.training import make_config
-from narrowgauge.training.step.build_model import load_weights, newest_checkpoint
-from narrowgauge.training.step.trainer import Trainer
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.checkpoint import load
+from narrowgauge.trainer.data import Batch, prepare
+from narrowgauge.trainer.training import make_config
+from narrowgauge.trainer.training.step.build_model import load_weights, newest_checkpoint
+from narrowgauge.trainer.training.step.trainer import Trainer
 
 CPU = torch.device("cpu")
 

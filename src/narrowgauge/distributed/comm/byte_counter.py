@@ -24,9 +24,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from narrowgauge.collectives import current_comm_tag
 from narrowgauge.quantization.state.gradient_state import NarrowGradient
-from narrowgauge.torch_compat import TorchDispatchMode, group_of_collective, is_in_backward
+from narrowgauge.system.collectives import current_comm_tag
+from narrowgauge.system.torch_compat import TorchDispatchMode, group_of_collective, is_in_backward
 
 
 class CommCounter(TorchDispatchMode):

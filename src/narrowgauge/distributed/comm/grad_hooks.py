@@ -16,7 +16,6 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from narrowgauge.collectives import Group, all_reduce_max_
 from narrowgauge.distributed.comm.quantized_reduce import (
     QuantizedSum,
     all_reduce,
@@ -24,9 +23,10 @@ from narrowgauge.distributed.comm.quantized_reduce import (
     reduce_scatter,
 )
 from narrowgauge.distributed.comm.shared_scales import WireFormat
-from narrowgauge.errors import UserError
 from narrowgauge.nn.linear import Linear
 from narrowgauge.quantization import GradientState, make_cast, state_of
+from narrowgauge.system.collectives import Group, all_reduce_max_
+from narrowgauge.system.errors import UserError
 
 WIDE = WireFormat(make_cast("fp32"))
 WireFormats = Mapping[torch.Tensor, WireFormat]

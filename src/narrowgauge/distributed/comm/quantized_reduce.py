@@ -15,7 +15,6 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import pad
 
-from narrowgauge.collectives import Group, all_reduce_flat, comm_tag, reduce_scatter_rows
 from narrowgauge.distributed.comm.ring_reduce import all_gather_chunks, ring_reduce_scatter
 from narrowgauge.distributed.comm.shared_scales import (
     WireFormat,
@@ -25,6 +24,7 @@ from narrowgauge.distributed.comm.shared_scales import (
     update_prescale,
 )
 from narrowgauge.formats import Format, decode
+from narrowgauge.system.collectives import Group, all_reduce_flat, comm_tag, reduce_scatter_rows
 
 Tensors = Sequence[torch.Tensor]
 

@@ -23,9 +23,9 @@ from functools import cache
 import torch
 import torch.distributed as dist
 
-from narrowgauge.collectives import Group, all_gather_rows, comm_tag
 from narrowgauge.formats import Format, codes_of, decode, round_finite
 from narrowgauge.formats import format as format_named
+from narrowgauge.system.collectives import Group, all_gather_rows, comm_tag
 
 
 def ring_reduce_scatter(

@@ -20,12 +20,12 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from narrowgauge.collectives import Group, all_reduce_max, comm_tag
 from narrowgauge.formats import encode_finite_, round_finite_, torch_dtype
 from narrowgauge.kernels.cast import amaxes_of
 from narrowgauge.quantization import Cast, PreScale
 from narrowgauge.quantization.scales import FLOAT_MAX, fp32_scale
 from narrowgauge.quantization.state.gradient_state import applied
+from narrowgauge.system.collectives import Group, all_reduce_max, comm_tag
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.devices import GpuWork, is_shape_only, tell
 from narrowgauge.kernels.attention.in_order import attend_in_order, supports
 from narrowgauge.kernels.dispatch import attention_backends, chosen_attention, is_slow
 from narrowgauge.kernels.dropout import Dropout
-from narrowgauge.second_derivative import FirstOrderFunction
+from narrowgauge.system.devices import GpuWork, is_shape_only, tell
+from narrowgauge.system.second_derivative import FirstOrderFunction
 
 
 def document_mask(position_BT: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from narrowgauge.kernels.dispatch import is_traced
 from narrowgauge.quantization.passes.in_c import c_library, call
-from narrowgauge.second_derivative import FirstOrderFunction
+from narrowgauge.system.second_derivative import FirstOrderFunction
 
 LANES = 16  # of a sum over a row, and the unit of head_dim
 _LOWEST = -87.0  # below it e^x counts as zero

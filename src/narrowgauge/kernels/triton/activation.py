@@ -9,7 +9,7 @@ from torch import Tensor
 from narrowgauge.kernels.amax import attach_amax, new_amax
 from narrowgauge.kernels.triton.arithmetic import exp, magnitude, narrow, wide
 from narrowgauge.kernels.triton.launch import cdiv, launch, next_power_of_2, tl, triton
-from narrowgauge.second_derivative import FirstOrderFunction
+from narrowgauge.system.second_derivative import FirstOrderFunction
 
 #: Elements of a tile, 16 per thread in four warps: two 16-byte loads from bf16, for each operand.
 TILE = 2048

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from narrowgauge.devices import Device, imagined
 from narrowgauge.formats import codes_of, format
 from narrowgauge.kernels.amax import new_amax
 from narrowgauge.kernels.triton.cast import cast_blocks, cast_given, largest, tile_of
@@ -17,7 +16,8 @@ from narrowgauge.quantization import DEFAULT_CONTEXT, Cast, QTensor, QuantContex
 from narrowgauge.quantization.blocks import Blocks, blocks_of
 from narrowgauge.quantization.scales import scales_from
 from narrowgauge.quantization.transforms import hadamard, transform
-from narrowgauge.torch_compat import unobserved
+from narrowgauge.system.devices import Device, imagined
+from narrowgauge.system.torch_compat import unobserved
 
 #: Instructions of a cast per element, in fp32 lanes, including the amax: (along the contraction, across it),
 #: for values and for codes. They are counted on a multiprocessor's busiest pipe, in the machine code that

@@ -9,7 +9,7 @@ from narrowgauge.kernels.amax import attach_amax, new_amax
 from narrowgauge.kernels.dispatch import in_rows
 from narrowgauge.kernels.triton.arithmetic import magnitude, narrow, wide
 from narrowgauge.kernels.triton.launch import cdiv, launch, next_power_of_2, tl, triton
-from narrowgauge.second_derivative import FirstOrderFunction
+from narrowgauge.system.second_derivative import FirstOrderFunction
 
 #: Pairs of a tile, 16 per thread in four warps: two 16-byte loads from each half in bf16.
 TILE = 2048

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from narrowgauge.devices import GpuWork, tell
 from narrowgauge.kernels.dispatch import is_triton_installed
+from narrowgauge.system.devices import GpuWork, tell
 
 __all__ = ["cdiv", "launch", "libdevice", "next_power_of_2", "tl", "triton"]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from narrowgauge.kernels.amax import attach_amax, new_amax
 from narrowgauge.kernels.triton.arithmetic import magnitude, narrow, wide
 from narrowgauge.kernels.triton.launch import cdiv, launch, next_power_of_2, tl, triton
-from narrowgauge.second_derivative import FirstOrderFunction
+from narrowgauge.system.second_derivative import FirstOrderFunction
 
 #: Programs of the backward pass, and so rows of partial sums: as many as an H100 holds at once for Llama's
 #: widths. With 16,384 tokens they write and read 0.25 bytes per element, on top of the 16 that must be moved.

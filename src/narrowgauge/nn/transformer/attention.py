@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import torch
 
-from narrowgauge.errors import UserError
 from narrowgauge.kernels.attention import Attention
 from narrowgauge.kernels.dropout import Dropout
 from narrowgauge.nn.linear_function import autocast_disabled
@@ -19,6 +18,7 @@ from narrowgauge.nn.step_state import Stepped
 from narrowgauge.nn.transformer.attention_function import AttentionContext, narrow_attention
 from narrowgauge.quantization import Cast
 from narrowgauge.recipes import ATTENTION_PRODUCTS, Recipe, is_wide
+from narrowgauge.system.errors import UserError
 
 # Above the tensor ids of linear layers and of the optimizer (`optim.optimizer`), below dropout's.
 _FIRST_STREAM = 2**36

@@ -50,7 +50,7 @@ from narrowgauge.nn.shards import EqualShare
 from narrowgauge.quantization import Cast, QuantContext, TensorShard, full_axis
 from narrowgauge.quantization.quantize import emulate_in_context
 from narrowgauge.recipes import ATTENTION_PRODUCTS, GRADIENT_PLACES
-from narrowgauge.second_derivative import FirstOrderFunction
+from narrowgauge.system.second_derivative import FirstOrderFunction
 
 SCORES = {"cpu": 2**20, "cuda": 2**25}  # elements of p that are held at a time
 _PRODUCTS = list(ATTENTION_PRODUCTS)

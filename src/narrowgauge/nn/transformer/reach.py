@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.parameter import is_lazy
 
-from narrowgauge.errors import UserError
 from narrowgauge.nn.linear import Linear
 from narrowgauge.nn.transformer.outline import is_linear
 from narrowgauge.nn.transformer.stacked_experts import is_stacked
+from narrowgauge.system.errors import UserError
 
 _SILENT_BELOW = 0.05  # of the elements of all matmul weights: routers, gates, the patches of an image
 Kinds = Collection[type[torch.nn.Module]]

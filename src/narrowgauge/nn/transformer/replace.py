@@ -8,12 +8,12 @@ from collections.abc import Mapping
 
 import torch
 
-from narrowgauge.errors import UserError
 from narrowgauge.kernels.attention import Attention
 from narrowgauge.kernels.residual import Residual
 from narrowgauge.nn.transformer.attention import NarrowAttention
 from narrowgauge.nn.transformer.residual import NarrowResidual
 from narrowgauge.recipes import Recipe
+from narrowgauge.system.errors import UserError
 
 
 def refuse_unreachable(model: torch.nn.Module, recipe: Recipe) -> None:

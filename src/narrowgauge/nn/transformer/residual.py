@@ -23,8 +23,8 @@ from narrowgauge.nn.shards import EqualShare
 from narrowgauge.nn.step_state import Stepped
 from narrowgauge.quantization import Cast, QuantContext, TensorShard, full_axis
 from narrowgauge.recipes import Recipe
-from narrowgauge.second_derivative import FirstOrderFunction
-from narrowgauge.torch_compat import has_hooks, reshaped
+from narrowgauge.system.second_derivative import FirstOrderFunction
+from narrowgauge.system.torch_compat import has_hooks, reshaped
 
 _FIRST_STREAM = 2**37  # above the tensor ids of attention
 

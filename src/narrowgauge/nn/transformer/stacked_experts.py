@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
-from narrowgauge.errors import UserError
 from narrowgauge.nn.linear import Linear, share_hooks
 from narrowgauge.quantization import has_gradient
 from narrowgauge.recipes import Recipe
+from narrowgauge.system.errors import UserError
 
 GATE = "_apply_gate"  #: the method of transformers' experts that combines the two halves of a layer's result
 

@@ -46,7 +46,7 @@ from narrowgauge.quantization.passes.in_torch import Split
 from narrowgauge.quantization.quantize import block_amax, prepared_by, scales_of
 from narrowgauge.quantization.state.quantized_state import QuantizedState, stored_scales
 from narrowgauge.quantization.transforms import kept_channels, split_channels
-from narrowgauge.torch_compat import not_strict
+from narrowgauge.system.torch_compat import not_strict
 
 BINADES = 16
 _SLACK = 2.0**-20

@@ -23,7 +23,7 @@ import torch
 
 from narrowgauge.formats import Format
 from narrowgauge.quantization.gauges.bins import BINS, Bins, bins_of
-from narrowgauge.torch_compat import not_strict
+from narrowgauge.system.torch_compat import not_strict
 
 SAMPLE = 4096  # elements, roughly
 WIDTH = 2 * (BINS + 1)  # of the vector

@@ -28,9 +28,9 @@ from importlib import resources
 from pathlib import Path
 from threading import Timer
 
-from narrowgauge.files import cache_directory, make_directory, open_regular
-from narrowgauge.operating_system import is_private, user_id
-from narrowgauge.processes import output_of
+from narrowgauge.system.files import cache_directory, make_directory, open_regular
+from narrowgauge.system.operating_system import is_private, user_id
+from narrowgauge.system.processes import output_of
 
 SOURCES = ("narrow.h", "scales.h", "narrow.c", "attention.c", "layers.c", "team.c")
 _FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared")

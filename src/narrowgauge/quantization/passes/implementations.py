@@ -13,9 +13,9 @@ sharding, the random bits, a compiler) are checked by the code that has the tens
 from functools import cache
 from typing import NamedTuple
 
-from narrowgauge.devices import Device
 from narrowgauge.quantization.cast import Cast
 from narrowgauge.quantization.keys import Consumer
+from narrowgauge.system.devices import Device
 
 #: The places whose operands may stay in the parts that the row kernel writes, if a layer computes in bf16.
 ROW_PLACES = ("fprop.x", "fprop.w")

@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 
-from narrowgauge.devices import is_shape_only
 from narrowgauge.formats import (
     RANDOM_BITS,
     ROUNDINGS,
@@ -44,7 +43,8 @@ from narrowgauge.quantization.passes import build
 from narrowgauge.quantization.passes.implementations import MOST_CANDIDATES, passes_gap
 from narrowgauge.quantization.passes.in_torch import Narrowed, Split
 from narrowgauge.quantization.scales import Scales
-from narrowgauge.torch_compat import extension_file, unobserved
+from narrowgauge.system.devices import is_shape_only
+from narrowgauge.system.torch_compat import extension_file, unobserved
 
 A_THREAD = 2**15  # elements per thread, as in torch's operations
 # In the order of `narrow.h`.

@@ -23,10 +23,10 @@ from math import prod
 import torch
 import torch.distributed as dist
 
-from narrowgauge.collectives import Group, all_reduce_max, all_reduce_sum, comm_tag, local_amax
-from narrowgauge.errors import UserError
 from narrowgauge.formats import RandomStream
 from narrowgauge.quantization.cast import Cast
+from narrowgauge.system.collectives import Group, all_reduce_max, all_reduce_sum, comm_tag, local_amax
+from narrowgauge.system.errors import UserError
 
 
 @dataclass(frozen=True, eq=False)

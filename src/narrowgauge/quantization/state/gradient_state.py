@@ -27,7 +27,7 @@ from narrowgauge.quantization import scales
 from narrowgauge.quantization.cast import Cast
 from narrowgauge.quantization.sharding.shard import TensorShard, all_reduce_amaxes, all_reduce_shares
 from narrowgauge.quantization.state.quantized_state import QuantizedState
-from narrowgauge.torch_compat import (
+from narrowgauge.system.torch_compat import (
     Wrapper,
     has_result,
     operation_name,

@@ -25,14 +25,14 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 
-from narrowgauge.errors import UserError
 from narrowgauge.quantization.state.parameter_state import (
     NarrowGradParameter,
     ParamState,
     attach_state,
     state_of,
 )
-from narrowgauge.torch_compat import (
+from narrowgauge.system.errors import UserError
+from narrowgauge.system.torch_compat import (
     Wrapper,
     as_shard,
     attach_hooks_again,

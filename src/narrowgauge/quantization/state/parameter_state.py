@@ -27,13 +27,13 @@ from typing import Any, Protocol
 import torch
 from torch.distributed.tensor import DTensor
 
-from narrowgauge.collectives import all_reduce_max
 from narrowgauge.formats import torch_dtype
 from narrowgauge.quantization.cast import Cast
 from narrowgauge.quantization.sharding.shard import TensorShard
 from narrowgauge.quantization.state.gradient_state import GradientState, NarrowGradient
 from narrowgauge.quantization.state.quantized_state import QuantizedState
-from narrowgauge.torch_compat import FSDPExtension
+from narrowgauge.system.collectives import all_reduce_max
+from narrowgauge.system.torch_compat import FSDPExtension
 
 SMALLEST_NARROW = 4096  # elements of the smallest matrix with low-precision moments
 _ATTRIBUTE = "narrowgauge"  # the only attribute that a parameter carries

@@ -45,8 +45,6 @@ from typing import NamedTuple
 
 import torch
 
-from narrowgauge.devices import is_gpu
-from narrowgauge.errors import UserError
 from narrowgauge.formats import Format, RandomStream, decode, format, round_to, torch_dtype, unpack
 from narrowgauge.quantization.blocks import Blocks, blocks_of
 from narrowgauge.quantization.cast import Cast
@@ -55,7 +53,9 @@ from narrowgauge.quantization.keys import Consumer
 from narrowgauge.quantization.quantize import QTensor, emulate_in_context, quantize_in_context
 from narrowgauge.quantization.scales import rounded_sqrt
 from narrowgauge.quantization.sharding.shard import TensorShard
-from narrowgauge.torch_compat import version_of
+from narrowgauge.system.devices import is_gpu
+from narrowgauge.system.errors import UserError
+from narrowgauge.system.torch_compat import version_of
 
 DECADES = 7
 LARGEST_K = 64.0  # for a block whose magnitudes are nearly equal

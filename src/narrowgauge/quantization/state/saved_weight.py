@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from narrowgauge.quantization.state.parameter_state import ParamState, state_of
-from narrowgauge.torch_compat import (
+from narrowgauge.system.torch_compat import (
     Wrapper,
     as_shard,
     has_result,

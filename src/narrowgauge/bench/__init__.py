@@ -1,5 +1,0 @@
-"""The speed of a step, its floor on this machine, and the speed of peers."""
-
-from narrowgauge.bench.bench import bench
-
-__all__ = ["bench"]

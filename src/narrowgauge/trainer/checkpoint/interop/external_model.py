@@ -1,0 +1,59 @@
+"""Reads the model at a path. Content decides its format: a folder's files, or a file's first bytes."""
+
+from pathlib import Path
+
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.checkpoint.interop import huggingface
+from narrowgauge.trainer.checkpoint.interop.gguf.container import is_gguf
+from narrowgauge.trainer.checkpoint.interop.gguf.reader import read_gguf_external
+from narrowgauge.trainer.checkpoint.interop.llmc import is_llmc, read_llmc
+from narrowgauge.trainer.checkpoint.interop.name_map import ExternalModel
+from narrowgauge.trainer.checkpoint.interop.safetensors_reader import INDEX, SINGLE_FILE, pickle_at
+
+
+def is_external_model(path: Path) -> bool:
+    """Whether `read_external_model` should read, or refuse, what is at `path`: anything but a run."""
+    if path.is_file():
+        return True
+    if not path.is_dir() or (path / "config.toml").exists():
+        return False
+    names = (huggingface.CONFIG, INDEX, SINGLE_FILE)
+    is_known = any((path / name).exists() for name in names) or pickle_at(path) is not None
+    return is_known or _only_file(path) is not None
+
+
+def read_external_model(path: Path) -> ExternalModel:
+    """Read the model of another program, or of an export, at `path`.
+
+    Raises:
+        UserError: it is not a model, is a pickle, or is damaged.
+    """
+    try:
+        if path.is_dir():
+            if huggingface.is_folder(path):
+                return huggingface.read_folder(path)
+            if (file := _only_file(path)) is not None:
+                return _read_file(file)
+            if (path / "config.toml").is_file():
+                raise UserError(
+                    f"{path} is already a run: pass it directly to sample, eval or --model.weights"
+                )
+            raise huggingface.refuse_other_folder(path)
+        if path.is_file():
+            return _read_file(path)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error}; fix its permissions or copy it again") from error
+    raise UserError(f"{path} does not exist; name a Hugging Face folder, or a file of llm.c or GGUF")
+
+
+def _read_file(path: Path) -> ExternalModel:
+    return read_gguf_external(path) if is_gguf(path) else read_llmc(path)
+
+
+def _only_file(folder: Path) -> Path | None:
+    """The only model file of llm.c or GGUF in a folder, as `export` leaves it; None if not one of a kind."""
+    for suffix, is_model in ((".bin", is_llmc), (".gguf", is_gguf)):
+        files = [path for path in sorted(folder.glob(f"*{suffix}")) if is_model(path)]
+        if len(files) == 1:
+            return files[0]
+    return None

@@ -1,0 +1,197 @@
+"""llm.c's model files of GPT-2: `gpt2_124M.bin`, `gpt2_124M_bf16.bin`, `model_00001000.bin`; in and out.
+
+    256 x int32, little-endian   [0] 20240326  [1] 3 = fp32, 5 = bf16  [2] longest sequence  [3] vocabulary
+                                 [4] layers  [5] heads  [6] channels C  [7] padded vocabulary Vp, the rest 0
+    wte (Vp, C)   wpe (T, C)
+    then each of these for all layers before the next:
+        ln1w  ln1b  qkvw (3C, C)  qkvb  attprojw (C, C)  attprojb
+        ln2w  ln2b  fcw (4C, C)  fcb  fcprojw (C, 4C)  fcprojb
+    lnfw  lnfb
+
+(Source: karpathy/llm.c, `train_gpt2.py` write_model and `train_gpt2.cu` gpt2_write_to_checkpoint.)
+Linear weights are (out, in) like ours, the head is tied, and the rows of the padding are zeros. A file is
+recognised by its header, not by its name. Everything in a bf16 file is bf16, including the norms.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.checkpoint.interop.name_map import ExternalModel, external_model
+from narrowgauge.trainer.checkpoint.interop.safetensors_reader import PRECISIONS, refuse_pickle
+from narrowgauge.trainer.checkpoint.store.nonfinite import is_finite
+from narrowgauge.trainer.data.signatures import LlmcMagic
+from narrowgauge.trainer.models import ModelConfig
+
+VERSIONS = {3: torch.float32, 5: torch.bfloat16}
+_HEADER = 256
+_PAD_TO = 128
+_MOST = 2**24  # the largest dimension: keeps the size of a forged file's tensors within an int64
+_HINTS = {
+    LlmcMagic.LLAMA3_MODEL: ", whose header rounds the norm's epsilon to 0: import its Hugging Face folder",
+    LlmcMagic.TRAINING_STATE: ", whose weights are in the model_*.bin next to it",
+}
+#: What is not in the header, because it is the same in all of these models.
+_GPT2: dict[str, Any] = {
+    **{"positions": "learned", "norm": "layer", "mlp": "gelu", "bias": True, "qkv_bias": True},
+    **{"qk_norm": False, "experts": 0, "tied_head": True, "norm_eps": 1e-5},
+}
+_LAYER = ("attention_norm", "qkv", "attention_out", "mlp_norm", "up", "down")
+
+
+def is_llmc(path: Path) -> bool:
+    """Whether a file begins like llm.c's model files."""
+    try:
+        with path.open("rb") as file:
+            return file.read(4) == LlmcMagic.GPT2_MODEL.to_bytes(4, "little")
+    except OSError:
+        return False
+
+
+def read_llmc(path: Path) -> ExternalModel:
+    """The model in a file, with its weights as float32, without the rows of the padding.
+
+    The format has no tokenizer; a tokenizer.json in the same folder is assumed to be the model's.
+
+    Raises:
+        UserError: it is another kind of file, or its size does not agree with its header.
+    """
+    header = _header(path)
+    version, length, vocab, layers, heads, channels, padded = (int(x) for x in header[1:8])
+    config = _config(path, length, vocab, layers, heads, channels)
+    if not vocab <= padded < vocab + 2**16:
+        raise _wrong(path, f"a padded vocabulary of {padded} for one of {vocab}")
+    dtype = VERSIONS[version]
+    tensors: dict[str, torch.Tensor] = {}
+    shapes = list(_stored(config, padded))
+    size = 4 * _HEADER + dtype.itemsize * sum(math.prod(shape) for _, shape in shapes)
+    if path.stat().st_size != size:
+        raise _wrong(path, f"{path.stat().st_size} bytes, where its header asks for {size}")
+    raw: NDArray[np.generic] = np.memmap(
+        path, dtype="<f4" if dtype == torch.float32 else "<i2", mode="r", offset=4 * _HEADER
+    )
+    start = 0
+    for name, shape in shapes:
+        end = start + math.prod(shape)
+        numbers = torch.from_numpy(np.array(raw[start:end], dtype=raw.dtype.newbyteorder("="))).view(shape)
+        tensor = numbers if dtype == torch.float32 else numbers.view(torch.bfloat16).float()
+        tensors[name] = tensor[:vocab].clone() if name == "embedding.weight" else tensor
+        if not is_finite(tensor):
+            raise _wrong(path, f"a NaN or an infinity in {name}")
+        start = end
+    tokenizer = path.with_name("tokenizer.json")
+    return external_model(
+        "llmc", config, tensors, path, tokenizer if tokenizer.is_file() else None, [PRECISIONS[dtype]]
+    )
+
+
+def write_llmc(
+    path: Path, config: ModelConfig, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype
+) -> None:
+    """Write a new file that llm.c reads.
+
+    Raises:
+        UserError: the model is not a GPT-2 of llm.c's kind, or llm.c has no files of this dtype.
+    """
+    _require_gpt2(config)
+    versions = {d: version for version, d in VERSIONS.items()}
+    if dtype not in versions:
+        raise UserError(f"llm.c has no model files of {dtype}; use --dtype fp32 or --dtype bf16")
+    padded = -(-config.vocab_size // _PAD_TO) * _PAD_TO
+    header = np.zeros(_HEADER, dtype="<i4")
+    sizes = (config.max_sequence_length, config.vocab_size, config.layers, config.heads, config.dim, padded)
+    header[:8] = (LlmcMagic.GPT2_MODEL, versions[dtype], *sizes)
+    with path.open("xb") as file:
+        file.write(header.tobytes())
+        for name, shape in _stored(config, padded):
+            tensor = tensors[name].detach().cpu().to(dtype)
+            if name == "embedding.weight":
+                tensor = torch.cat([tensor, tensor.new_zeros(padded - config.vocab_size, config.dim)])
+            assert tensor.shape == shape
+            bits = tensor.contiguous().view(torch.int32 if dtype == torch.float32 else torch.int16).numpy()
+            file.write(bits.astype(bits.dtype.newbyteorder("<"), copy=False).tobytes())
+
+
+def _stored(config: ModelConfig, padded: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and shape of every tensor, in the order of the file."""
+    C = config.dim
+    shapes = {
+        "attention_norm": (C,),
+        "qkv": (3 * C, C),
+        "attention_out": (C, C),
+        "mlp_norm": (C,),
+        "up": (4 * C, C),
+        "down": (C, 4 * C),
+    }
+    yield "embedding.weight", (padded, C)
+    yield "position_embedding.weight", (config.max_sequence_length, C)
+    for module in _LAYER:
+        for parameter in ("weight", "bias"):
+            for i in range(config.layers):
+                shape = shapes[module]
+                yield f"blocks.{i}.{module}.{parameter}", shape if parameter == "weight" else shape[:1]
+    yield "norm.weight", (C,)
+    yield "norm.bias", (C,)
+
+
+def _header(path: Path) -> NDArray[np.int32]:
+    refuse_pickle(path)
+    with path.open("rb") as file:
+        data = file.read(4 * _HEADER)
+    header = np.frombuffer(data[: len(data) // 4 * 4], dtype="<i4")
+    magic = int(header[0]) if len(header) else 0
+    if magic not in list(LlmcMagic):
+        raise UserError(
+            f"{path} is not a model file: llm.c's begin with the integer {LlmcMagic.GPT2_MODEL}, and GGUF's "
+            "end in .gguf; name one, or a folder: a run, or one of Hugging Face's"
+        )
+    if (known := LlmcMagic(magic)) != LlmcMagic.GPT2_MODEL:
+        description = known.description + _HINTS.get(known, "")
+        raise UserError(f"{path} is a file of llm.c's, but not a GPT-2 model: it is {description}")
+    if len(header) < _HEADER:
+        raise _wrong(path, f"{len(data)} bytes, where the header alone has {4 * _HEADER}")
+    if int(header[1]) not in VERSIONS:
+        raise _wrong(path, f"version {header[1]}, where 3 is fp32 and 5 is bf16")
+    return header
+
+
+def _config(path: Path, length: int, vocab: int, layers: int, heads: int, channels: int) -> ModelConfig:
+    if not all(0 < n < _MOST for n in (length, vocab, layers, heads, channels)):
+        raise _wrong(path, "a dimension that is not positive, or too large for any model")
+    if layers * 12 * channels * channels > path.stat().st_size:
+        raise _wrong(path, f"{layers} layers of {channels} channels in {path.stat().st_size} bytes")
+    try:
+        return ModelConfig(
+            dim=channels,
+            layers=layers,
+            heads=heads,
+            ffn_dim=4 * channels,
+            vocab_size=vocab,
+            max_sequence_length=length,
+            initial_std=0.02,
+            **_GPT2,
+        )
+    except UserError as error:
+        raise _wrong(path, str(error)) from None
+
+
+def _require_gpt2(config: ModelConfig) -> None:
+    """Refuse a model that the header cannot describe."""
+    c = config
+    sizes = {"kv_heads": c.heads, "head_dim": c.dim / c.heads, "ffn_dim": 4 * c.dim}
+    for name, value in (_GPT2 | sizes).items():
+        if getattr(c, name) != value:
+            raise UserError(
+                f"llm.c's model files hold GPT-2 only, which has {name} = {value}, unlike this model; use "
+                "--to hf"
+            )
+
+
+def _wrong(path: Path, what: str) -> UserError:
+    return UserError(f"{path} is a damaged model file of llm.c's: {what}; copy or make it again")

@@ -1,0 +1,212 @@
+"""Dequantizes the weights of other programs to float32.
+
+A quantized linear layer LAYER has codes and scales in place of a LAYER.weight of 16 bits or more:
+
+    layout                      tensors of LAYER                                          w =
+    DeepSeek, transformers fp8  weight e4m3, weight_scale_inv (ceil N/b, ceil K/b)        q * s
+    compressed-tensors, FP8     weight e4m3, weight_scale (1), (N, 1) or blocks           q * s
+      MXFP8                     weight e4m3, weight_scale E8M0 (N, K/32)                  q * 2^(s - 127)
+      MXFP4, MXFP6              weight_packed (N, K/2 or 3K/4), weight_scale E8M0         q * 2^(s - 127)
+      NVFP4                     weight_packed (N, K/2), weight_scale e4m3 (N, K/16),
+                                  weight_global_scale (1)                                 q * (s / global)
+    ModelOpt, FP8               weight e4m3, weight_scale (1)                             q * s
+      NVFP4                     weight (N, K/2), weight_scale e4m3 (N, K/16),
+                                  weight_scale_2 (1)                                      q * (s * scale_2)
+    gpt-oss, MXFP4                experts in stacks (`expert_stacks.py`)                  q * 2^(s - 127)
+
+q has the values of its format, N rows and K columns. Everything is computed in float32, which rounds only the
+multiplication by an fp32 scale, once. Scales of activations and of a KV cache are not weights, and are
+skipped.
+
+(Sources: DeepSeek-V3, `inference/kernel.py`; vllm-project/compressed-tensors 0.20, `compressors/`;
+NVIDIA/Model-Optimizer 0.47, `modelopt/torch/quantization/qtensor/nvfp4_tensor.py`.)
+"""
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from narrowgauge.formats import decode, format, unpack
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.checkpoint.interop.expert_stacks import PARTS, stacked_weights
+from narrowgauge.trainer.checkpoint.interop.safetensors_reader import TensorFolder
+from narrowgauge.trainer.checkpoint.interop.sound_scales import require_sound
+
+METHODS = ("fp8", "compressed-tensors", "modelopt", "mxfp4")
+_NO_WEIGHT = ("input_scale", "input_global_scale", "weight_shape", "k_scale", "v_scale", "activation_scale")
+_BESIDE = ("weight_packed", "weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale")
+
+
+def require_readable(quantization: Mapping[str, Any], where: str) -> None:
+    """Refuse a `quantization_config` whose `quant_method` is not in `METHODS`, or that rotates the model."""
+    if not isinstance(quantization, Mapping):
+        raise UserError(f"{where}: quantization_config = {quantization!r} is not a table; fix the file")
+    method = str(quantization.get("quant_method", ""))
+    if method not in METHODS:
+        raise UserError(
+            f"{where}: its weights are quantized by {method!r}, and only {', '.join(METHODS)} are read; "
+            "give the unquantized model"
+        )
+    places = re.findall(r'"location": "(\w+)"', json.dumps(quantization.get("transform_config")))
+    online = sorted(set(places) - {"weight_input", "weight_output"})  # these are already in the weights
+    if online:
+        raise UserError(
+            f"{where}: its transform_config rotates what is computed at {online[0]!r}, so the weights are of "
+            "a rotated model (QuIP, SpinQuant), which is not read here; give the unquantized model"
+        )
+
+
+class QuantizedFolder:
+    """The dequantized weights of a folder, under the names of the unquantized model."""
+
+    def __init__(self, files: TensorFolder, quantization: Mapping[str, Any]) -> None:
+        self.files = files
+        self.block = _block_of(quantization)
+        self.stacked = stacked_weights(files)
+        self.names = [*self._names(), *self.stacked]
+
+    def read(self, name: str) -> torch.Tensor:
+        """A tensor as float32; a `UserError` if it is damaged, in an unknown layout, or not finite."""
+        parts = self._parts(name)
+        if not parts:
+            return self.files.read(name)
+        try:
+            weight, precision = dequantize(parts, self.block)
+        except (ValueError, RuntimeError) as error:
+            raise UserError(
+                f"the weights of {name.removesuffix('.weight')!r} in {self.files.folder} cannot be decoded: "
+                f"{error}; give the unquantized model"
+            ) from None
+        self.files.precisions.add(precision)
+        return self.files.require_finite(weight, name)
+
+    def _parts(self, name: str) -> dict[str, torch.Tensor]:
+        """The tensors that make up a quantized weight; none if it is not quantized."""
+        if name in self.stacked:
+            return self.stacked[name].read(self.files)
+        layer = name.removesuffix(".weight")
+        found = {part: f"{layer}.{part}" for part in _BESIDE if f"{layer}.{part}" in self.files.file_of}
+        if not name.endswith(".weight") or not found:
+            return {}
+        if "weight_packed" not in found:
+            found["weight"] = name
+        return {part: self.files.read_stored(stored) for part, stored in found.items()}
+
+    def _names(self) -> Iterable[str]:
+        seen, stacks = set(), {weight.stack + part for weight in self.stacked.values() for part in PARTS}
+        for stored in self.files.file_of:
+            layer, _, last = stored.rpartition(".")
+            if last in _NO_WEIGHT or stored in stacks:
+                continue
+            name = f"{layer}.weight" if last in _BESIDE else stored
+            if name not in seen:
+                seen.add(name)
+                yield name
+
+
+def dequantize(parts: Mapping[str, torch.Tensor], block: tuple[int, int]) -> tuple[torch.Tensor, str]:
+    """The values of a layer's weight, and the name of the format they were stored in.
+
+    Args:
+        parts: The tensors of the layer by the last part of their names.
+        block: Rows and columns of an FP8 block whose scales form a matrix.
+
+    Returns:
+        (N, K) float32, and "fp8", "mxfp8", "mxfp6", "mxfp4" or "nvfp4".
+
+    Raises:
+        ValueError: The tensors are in no layout of this module, or have scales that no quantizer makes.
+    """
+    codes = parts["weight_packed"] if "weight_packed" in parts else parts["weight"]
+    scale = parts["weight_scale_inv"] if "weight_scale_inv" in parts else parts.get("weight_scale")
+    if scale is None:
+        raise ValueError("there is no weight_scale")
+    if codes.ndim != 2:
+        raise ValueError(f"the codes have {codes.ndim} dimensions")
+    if codes.dtype == torch.float8_e4m3fn:
+        if _is_e8m0(scale):
+            return _product(codes.float(), _each(_e8m0(scale), codes.shape)), "mxfp8"
+        return _product(codes.float(), _fp8_scale(scale.float(), codes.shape, block)), "fp8"
+    if codes.dtype != torch.uint8 or scale.ndim != 2:
+        raise ValueError(f"codes are {codes.dtype}, scales {scale.dtype} in {scale.ndim} dimensions")
+    if scale.dtype == torch.float8_e4m3fn:
+        q_NK = decode(unpack(codes, format("e2m1"), 2 * codes.shape[1]), format("e2m1"))
+        scale, of_tensor = _nvfp4_scale(scale.float(), parts)
+        return _product(q_NK, _each(scale, q_NK.shape), of_tensor), "nvfp4"
+    if not _is_e8m0(scale):
+        raise ValueError(f"packed codes have scales of {scale.dtype}")
+    width = 32 * scale.shape[1]
+    name, kind = ("e2m1", "mxfp4") if codes.shape[1] * 2 == width else ("e2m3", "mxfp6")
+    if kind == "mxfp6" and codes.shape[1] * 4 != width * 3:
+        raise ValueError(f"{codes.shape[1]} bytes a row do not hold {width} codes of 4 or 6 bits")
+    q_NK = decode(unpack(codes, format(name), width), format(name))
+    return _product(q_NK, _each(_e8m0(scale), q_NK.shape)), kind
+
+
+def _product(q: torch.Tensor, scale: torch.Tensor, of_tensor: float | None = None) -> torch.Tensor:
+    """The values of codes times their scales, which are checked; `of_tensor` is a factor of all scales."""
+    weight = q * scale
+
+    def inverted() -> float:
+        other = weight / of_tensor**2 if of_tensor else q / scale
+        return float(other.abs().nan_to_num(0, 0, 0).max())
+
+    require_sound(q, weight, float(scale.min()), inverted)
+    return weight
+
+
+def _nvfp4_scale(scale: torch.Tensor, parts: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, float]:
+    """The float32 scale of each block, combined with the scale of the tensor; and the latter as a factor."""
+    if "weight_global_scale" in parts:
+        divisor = parts["weight_global_scale"].float()
+        return scale / divisor, float(1 / divisor.max())
+    if "weight_scale_2" in parts:
+        factor = parts["weight_scale_2"].float()
+        return scale * factor, float(factor.max())
+    raise ValueError("there is neither a weight_global_scale nor a weight_scale_2")
+
+
+def _fp8_scale(scale: torch.Tensor, shape: torch.Size, block: tuple[int, int]) -> torch.Tensor:
+    """The scales of a tensor, its rows or its blocks, in a shape that broadcasts to (N, K)."""
+    N, K = shape
+    if scale.numel() == 1:
+        return scale.reshape(())
+    if scale.shape in ((N,), (N, 1)):
+        return scale.reshape(N, 1)
+    rows, columns = block
+    if scale.shape != (-(-N // rows), -(-K // columns)):
+        raise ValueError(
+            f"scales of shape {tuple(scale.shape)} for {N} x {K} codes in blocks of {rows}x{columns}"
+        )
+    return scale.repeat_interleave(rows, 0)[:N].repeat_interleave(columns, 1)[:, :K]
+
+
+def _each(scale: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """The scale of each element, for scales of blocks along a row."""
+    N, K = shape
+    if scale.ndim != 2 or scale.shape[0] != N or not scale.shape[1] or K % scale.shape[1]:
+        raise ValueError(f"scales of shape {tuple(scale.shape)} for {N} x {K} codes")
+    return scale.repeat_interleave(K // scale.shape[1], 1)
+
+
+def _is_e8m0(scale: torch.Tensor) -> bool:
+    return scale.dtype in (torch.uint8, torch.float8_e8m0fnu)
+
+
+def _e8m0(scale: torch.Tensor) -> torch.Tensor:
+    return decode(scale.view(torch.uint8), format("e8m0"))
+
+
+def _block_of(quantization: Mapping[str, Any]) -> tuple[int, int]:
+    """Rows and columns of an FP8 block whose scales form a matrix: DeepSeek's, or compressed-tensors'."""
+    groups = quantization.get("config_groups")
+    groups = [g for g in groups.values() if isinstance(g, dict)] if isinstance(groups, dict) else []
+    weights = [w for w in (group.get("weights") for group in groups) if isinstance(w, dict)]
+    said = [quantization.get("weight_block_size"), *[w.get("block_structure") for w in weights]]
+    for block in said:
+        if isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block):
+            return block[0], block[1]
+    return 128, 128

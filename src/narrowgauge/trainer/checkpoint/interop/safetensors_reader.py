@@ -1,0 +1,224 @@
+"""Tensors in a folder of safetensors files, as other programs write and read them.
+
+    model.safetensors                      all tensors in one file, or
+    model-00001-of-00003.safetensors ...   parts, and
+    model.safetensors.index.json           {"metadata": {"total_size": bytes},
+                                            "weight_map": {tensor: file, ...}}
+
+A folder that was saved in parts and later in one file has both: the single file is newer, and is read.
+(Layout: Hugging Face `transformers`, `save_pretrained`.) Files of other programs are not trusted. File names
+in an index must be plain names of files in the folder itself. The safetensors library refuses tensors that
+overlap, leave gaps or reach beyond the file. A pickle is recognised by its content and never opened, because
+unpickling can run arbitrary code.
+"""
+
+import json
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from narrowgauge.system.errors import UserError
+from narrowgauge.system.files import open_regular
+from narrowgauge.trainer.checkpoint.store.manifest import plain_name
+from narrowgauge.trainer.checkpoint.store.nonfinite import is_finite
+from narrowgauge.trainer.checkpoint.store.safetensors_writer import write_safetensors
+from narrowgauge.trainer.data.signatures import PICKLE, ZIP
+
+SINGLE_FILE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SHARD_BYTES = 5 << 30
+_LARGEST_JSON = 256 << 20
+_PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
+
+
+class TensorFolder:
+    """The tensors of a folder, read one at a time; a context manager that closes its files."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._open = ExitStack()
+        self._files: dict[str, Any] = {}
+        self._in_file: dict[str, set[str]] = {}
+        self.precisions: set[str] = set()  # of the tensors that were read
+        self.file_of = self._find()
+
+    def __enter__(self) -> "TensorFolder":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    def read(self, name: str) -> torch.Tensor:
+        """A tensor as float32; a `UserError` if it is missing, narrower than 16 bits, or not finite."""
+        tensor = self.read_stored(name)
+        if tensor.dtype not in PRECISIONS:
+            raise UserError(
+                f"tensor {name!r} in {self.folder / self.file_of[name]} is {tensor.dtype}, and only fp32, "
+                "bf16 and fp16 are read here; give the unquantized model"
+            )
+        self.precisions.add(PRECISIONS[tensor.dtype])
+        return self.require_finite(tensor, name).float()
+
+    def read_stored(self, name: str, at: tuple[int | slice, ...] = ()) -> torch.Tensor:
+        """A tensor as it is stored, or the part of it at an index, which is read alone."""
+        file = self._handle(self.file_of[name])
+        try:
+            tensor: torch.Tensor = file.get_slice(name)[at] if at else file.get_tensor(name)
+        except SafetensorError as error:
+            raise _damaged(self.folder / self.file_of[name], str(error)) from error
+        return tensor
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor."""
+        return tuple(self._handle(self.file_of[name]).get_slice(name).get_shape())
+
+    def require_finite(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        """The given tensor; a `UserError` if it holds a NaN or an infinity."""
+        if not is_finite(tensor):
+            raise UserError(
+                f"tensor {name!r} in {self.folder} holds a NaN or an infinity; give undamaged weights"
+            )
+        return tensor
+
+    def _find(self) -> dict[str, str]:
+        """The file of each tensor; a single file takes precedence over an index, as in transformers."""
+        if (self.folder / SINGLE_FILE).exists():
+            return dict.fromkeys(self._names(SINGLE_FILE), SINGLE_FILE)
+        if (self.folder / INDEX).exists():
+            listed = read_json(inside(self.folder, INDEX)).get("weight_map")
+            if not isinstance(listed, dict) or not all(isinstance(f, str) for f in listed.values()):
+                raise UserError(
+                    f"{self.folder / INDEX} has no weight_map of tensors and files; fetch the folder again"
+                )
+            for name, file in listed.items():
+                if name not in self._names(file):
+                    raise _damaged(self.folder / file, f"it has no tensor {name!r}, which {INDEX} lists")
+            return dict(listed)
+        refuse_pickle(self.folder)
+        raise UserError(
+            f"{self.folder} has neither {SINGLE_FILE} nor {INDEX}, and other files of weights are not read; "
+            "give a folder that transformers' save_pretrained wrote"
+        )
+
+    def _names(self, file: str) -> set[str]:
+        """Names of the tensors in a file."""
+        if file not in self._in_file:
+            self._in_file[file] = set(self._handle(file).keys())
+        return self._in_file[file]
+
+    def _handle(self, name: str) -> Any:
+        """The open file."""
+        if name not in self._files:
+            path = inside(self.folder, name)
+            if not name.endswith(".safetensors"):
+                refuse_pickle(path)
+                raise UserError(
+                    f"{self.folder / INDEX} names {name!r}, and only .safetensors files are read; "
+                    "save the model as safetensors"
+                )
+            try:
+                self._files[name] = self._open.enter_context(safe_open(path, framework="pt", device="cpu"))
+            except (SafetensorError, OSError) as error:
+                refuse_pickle(path)
+                raise _damaged(path, str(error)) from error
+        return self._files[name]
+
+
+def write_tensors(
+    folder: Path, tensors: Sequence[tuple[str, torch.Tensor]], dtype: torch.dtype | None, shard_bytes: int
+) -> None:
+    """Write tensors as one file, or as several of about `shard_bytes` with an index.
+
+    Floating-point tensors are converted to `dtype`, a file at a time; None keeps each dtype.
+
+    Raises:
+        UserError: a weight exceeds the largest value of `dtype`.
+    """
+    shards: list[list[tuple[str, torch.Tensor]]] = [[]]
+    sizes, total = [0], 0
+    for name, tensor in tensors:
+        nbytes = tensor.numel() * (dtype or tensor.dtype).itemsize
+        if sizes[-1] and sizes[-1] + nbytes > shard_bytes:
+            shards.append([])
+            sizes.append(0)
+        shards[-1].append((name, tensor))
+        sizes[-1] += nbytes
+        total += nbytes
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        file = SINGLE_FILE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        converted = {name: t.to(dtype or t.dtype) for name, t in shard}
+        if beyond := [name for name, t in converted.items() if not is_finite(t)]:
+            raise UserError(f"{beyond[0]!r} has values that {dtype} cannot hold; choose another --dtype")
+        write_safetensors(folder / file, converted, metadata={"format": "pt"})
+        weight_map |= {name: file for name, _ in shard}
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def inside(folder: Path, name: str) -> Path:
+    """The real path of a file in `folder`; a `UserError` if it is missing or outside.
+
+    The download cache of Hugging Face keeps files in `blobs/`, next to `snapshots/REVISION/`, and links to
+    them: such a link is followed, any other link out of the folder is refused.
+    """
+    if not plain_name(name):
+        raise UserError(
+            f"{folder} names a file {name!r} outside itself, and only files of the folder are read; "
+            "fetch the folder again from a source that you trust"
+        )
+    home = folder.resolve()
+    real = (folder / name).resolve()
+    roots = [home, home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [home]
+    if not any(real.is_relative_to(root) for root in roots):
+        raise UserError(
+            f"{folder / name} is a link that leads out of the folder, to {real}; put the file itself there"
+        )
+    if not real.is_file():
+        raise UserError(f"{folder / name} is missing, or not a file; fetch the folder again")
+    return real
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; a `UserError` if there is none, or it cannot be read."""
+    try:
+        with open_regular(path) as file:
+            data = file.read(_LARGEST_JSON + 1)
+        value = json.loads(data) if len(data) <= _LARGEST_JSON else None
+    except (OSError, ValueError, RecursionError) as error:
+        raise _damaged(path, f"it is not JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise _damaged(path, "it is not one JSON object")
+    return value
+
+
+def pickle_at(path: Path) -> Path | None:
+    """A file whose first bytes mark a pickle, whatever it is called, or the first one in a folder.
+
+    A safetensors file may begin with the same bytes, so ask only of files that are not safetensors.
+    """
+    files = [path] if path.is_file() else [p for p in sorted(path.iterdir()) if p.suffix in _PICKLE_SUFFIXES]
+    for file in filter(Path.is_file, files):
+        with file.open("rb") as stream:
+            if stream.read(4).startswith((ZIP, *PICKLE)):
+                return file
+    return None
+
+
+def refuse_pickle(path: Path) -> None:
+    """Refuse a pickle at a path; the error names it."""
+    if file := pickle_at(path):
+        raise UserError(
+            f"{file} is a pickle, and nothing is ever unpickled because that can run any code; load it with "
+            "the program it came from and save it as safetensors"
+        )
+
+
+def _damaged(path: Path, reason: str) -> UserError:
+    return UserError(f"{path} cannot be trusted: {reason}; fetch or make it again")

@@ -1,0 +1,173 @@
+"""The options of a verb, made of its function: each parameter is declared once, with its type and its help.
+
+A parameter's type gives the form of its value (`laboratory.arguments`), its default is that of the option,
+and its help is the text beside the type, or the docstring's under `Args:`. A `bool` is a switch. What has
+another type (a console, a function) is not for the command line.
+"""
+
+import argparse
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, Unpack, get_args, get_origin, get_type_hints
+
+from narrowgauge.system.errors import UserError
+from narrowgauge.system.result import Result
+from narrowgauge.trainer.laboratory.arguments import Form, Line
+
+Function = Callable[..., Any]
+_PLAIN = (str, int, float, bool, Path)
+
+
+@dataclass(frozen=True)
+class Option:
+    """One parameter of a verb's function, as the command line has it."""
+
+    name: str
+    kind: Any
+    form: Form
+    help: str
+    default: Any
+
+    @property
+    def is_required(self) -> bool:
+        """Whether a line has to have it."""
+        return self.default is inspect.Parameter.empty
+
+    @property
+    def flag(self) -> str:
+        """Its name on the command line."""
+        return f"--{self.name.strip('_').replace('_', '-')}"
+
+    @property
+    def text(self) -> str:
+        """Its help, with its default."""
+        value = self.default
+        is_said = self.is_required or value in (None, False, "", ())
+        shown = ",".join(value) if isinstance(value, tuple) else value
+        text = self.help if is_said else f"{self.help} ({shown})"
+        return f"required: {text}" if self.is_required and not self.form.is_positional else text
+
+    def add_to(self, p: argparse.ArgumentParser) -> None:
+        """Add it to a parser."""
+        form, kind = self.form, self.kind
+        how: dict[str, Any] = {"help": self.text.replace("%", "%%")}
+        if kind is bool:
+            p.add_argument(self.flag, dest=self.name, action="store_true", **how)
+            return
+        if form.metavar:
+            how["metavar"] = form.metavar
+        is_many = get_origin(kind) is tuple and not form.is_list
+        if get_origin(kind) is Literal:
+            how["choices"] = get_args(kind)
+        else:
+            how["type"] = _reader(form.read or (get_args(kind)[0] if is_many else kind))
+        if form.is_list:
+            how["action"] = Join
+        if form.is_positional:
+            how["nargs"] = form.nargs or ("+" if is_many else None if self.is_required else "?")
+            p.add_argument(self.name, default=None if self.is_required else self.default, **how)
+            return
+        if is_many:
+            how |= {"nargs": "+", "action": "extend"}
+        if form.alone is not None:
+            how |= {"nargs": "?", "const": form.alone}
+        default = None if self.is_required else self.default
+        p.add_argument(self.flag, dest=self.name, required=self.is_required, default=default, **how)
+
+
+class Join(argparse.Action):
+    """Stores a list, parsed or as text; a second one continues it."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        """Store a value."""
+        before = getattr(namespace, self.dest, self.default)
+        joined = f"{before},{values}" if isinstance(values, str) else (*(before or ()), *values)
+        setattr(namespace, self.dest, values if before is self.default else joined)
+
+
+def _reader(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """A function of an option's text whose `UserError` becomes the error of that option."""
+    if not inspect.isfunction(read):
+        return read  # a type, whose errors the parser words
+
+    def value_of(text: str) -> Any:
+        try:
+            return read(text)
+        except UserError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return value_of
+
+
+def options_of(function: Function) -> Iterator[Option]:
+    """The options of a verb, in the order of its parameters."""
+    hints, described = get_type_hints(function, include_extras=True), described_parameters(function)
+    for name, parameter in inspect.signature(function).parameters.items():
+        if get_origin(hints[name]) is Unpack:  # keywords of several functions
+            keywords = get_type_hints(get_args(hints[name])[0], include_extras=True)
+            found = [_option(key, hint, None) for key, hint in keywords.items()]
+        else:
+            found = [_option(name, hints[name], parameter.default, described.get(name, ""))]
+        yield from filter(None, found)
+    if isinstance(answer := hints.get("return"), type) and issubclass(answer, Result):
+        yield Option("json", bool, Form(), "print JSON", False)
+
+
+def _option(name: str, hint: Any, default: Any, described: str = "") -> Option | None:
+    """The option of a parameter; None for what is not for the command line."""
+    kind, notes = _taken_apart(hint)
+    forms = [note for note in notes if isinstance(note, Form)]
+    if not (forms or kind in _PLAIN or get_origin(kind) is Literal):
+        return None
+    text = [described, *(note for note in notes if isinstance(note, str))][-1]
+    form = Form(**{key: value for form in forms for key, value in vars(form).items() if value})
+    return Option(name, kind, form, text, default)
+
+
+def _taken_apart(hint: Any) -> tuple[Any, list[Any]]:
+    """A type without None, and what is noted beside it and beside its parts."""
+    if get_origin(hint) is Annotated:
+        kind, notes = _taken_apart(hint.__origin__)
+        return kind, [*notes, *hint.__metadata__]
+    if get_origin(hint) in (Union, UnionType):
+        parts = [_taken_apart(part) for part in get_args(hint) if part is not NoneType]
+        return parts[0][0], [note for _, notes in parts for note in notes]
+    return hint, []
+
+
+def takes_keys(function: Function) -> bool:
+    """Whether the verb takes keys of the configuration: its function has a parameter `line`."""
+    return "line" in inspect.signature(function).parameters
+
+
+def described_parameters(function: Function) -> dict[str, str]:
+    """The texts of the parameters in a docstring, without a full stop."""
+    _, _, text = (inspect.getdoc(function) or "").partition("\nArgs:\n")
+    found = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", text.partition("\n\n")[0], re.MULTILINE)
+    texts = {name: " ".join(words.split()).rstrip(".") for name, words in found}
+    return {name: text[0].lower() + text[1:] for name, text in texts.items()}
+
+
+def title_of(function: Function) -> str:
+    """What a verb does, in a sentence: the first line of its docstring."""
+    return (inspect.getdoc(function) or "").partition("\n")[0]
+
+
+def examples_of(function: Function) -> list[str]:
+    """The command lines in its docstring; a test parses each of them as the command does."""
+    return re.findall(r"^ *((?:torchrun .*|)narrowgauge .*)", inspect.getdoc(function) or "", re.MULTILINE)
+
+
+def call(function: Function, options: Line, **more: Any) -> Any:
+    """Call a verb's function with the values of its options, and with what it takes of `more`."""
+    parameters = inspect.signature(function).parameters
+    given = {name: value for name, value in more.items() if name in parameters}
+    for name in (option.name for option in options_of(function)):
+        value = getattr(options, name)
+        if name in parameters or (value is not None and name != "json"):  # or a keyword that is given
+            given[name] = value
+    return function(**given)

@@ -1,0 +1,130 @@
+"""`runs` lists the runs of a folder, `report` compares some on a page, and `watch` follows them there."""
+
+import math
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer import report as reports  # each name is imported when it is used
+from narrowgauge.trainer.laboratory.arguments import Console, File, Folder, Form, Say
+
+FOLDER = Path("runs")
+_EXIT_INTERRUPTED = 130  # Ctrl-C is how a watcher ends
+
+
+def runs(
+    folder: Annotated[Folder, Form("DIR", is_positional=True), "where"] = FOLDER,
+    *,
+    json: Annotated[bool, "print a JSON list; a missing loss is null"] = False,
+    console: Console,
+    say: Say,
+) -> None:
+    """List the runs in a folder, with state and loss.
+
+    narrowgauge runs runs/
+    """
+    from json import dumps
+
+    from rich.table import Table
+    from rich.text import Text
+
+    from narrowgauge.system.json_lines import strict_json
+
+    if not folder.is_dir() and (folder.exists() or folder != FOLDER):
+        state = "is not a directory" if folder.exists() else "does not exist"
+        raise UserError(
+            f"{folder} {state}; name a folder with run directories, as in: narrowgauge runs {FOLDER}"
+        )
+    found = reports.list_runs(folder)
+    if json:
+        print(dumps([strict_json(asdict(one) | {"path": str(one.path)}) for one in found], indent=2))
+        return
+    if not found:
+        print(f"no run directories in {folder}; 'narrowgauge train' makes one")
+        return
+    table = Table(box=None, header_style="bold")
+    table.add_column("run", overflow="fold")
+    for name in ("state", "recipe"):
+        table.add_column(name, no_wrap=True)
+    for name in ("step", "loss", "val loss"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for summary in found:
+        step = f"{summary.step:,}/{summary.steps:,}" if summary.steps else f"{summary.step:,}"
+        words = (str(summary.path), summary.state, summary.recipe, step)
+        table.add_row(*map(Text, words), _loss(summary.loss), _loss(summary.val_loss))
+    console.print(table)
+    for summary in found:
+        if summary.reason and summary.state != "done":
+            say(f"{summary.path} {summary.state}: {summary.reason}")
+
+
+def _loss(loss: float) -> str:
+    return f"{loss:.4f}" if math.isfinite(loss) else "-"
+
+
+def report(
+    runs: Annotated[
+        tuple[Path, ...], Form("RUN", is_positional=True), "run directories, the reference first"
+    ],
+    *,
+    out: Annotated[Path | None, "the page (report.html in the first RUN)"] = None,
+    expected: Annotated[bool, "compare each gap with its forecast"] = False,
+    console: Console,
+) -> None:
+    """Write the HTML report of one or more runs.
+
+    narrowgauge report runs/mine runs/other --out both.html
+    """
+    from narrowgauge.trainer.report.page.sections import expected_section
+    from narrowgauge.trainer.report.verdict.expected import expectations
+
+    found = reports.read_runs(runs)
+    beside = expectations(found) if expected else []
+    page = reports.write_report(runs, out or runs[0] / "report.html", more=expected_section(beside))
+    print(f"report: {page}")
+    reports.print_comparison(found, console)
+    for one in beside:
+        print(one.text)
+
+
+def watch(
+    paths: Annotated[
+        tuple[Path, ...],
+        Form("PATH", is_positional=True),
+        "a run, a folder of compare, a folder of runs, or several runs, the reference first",
+    ],
+    *,
+    out: Annotated[File | None, "the page (live.html in the first PATH)"] = None,
+    once: Annotated[bool, "write the page as it is now, and end"] = False,
+) -> int:
+    """Show runs and comparisons on a live page.
+
+    narrowgauge watch runs/mine
+    narrowgauge watch runs/
+    narrowgauge watch runs/compare-debug --once --out compared.html
+    """
+    from narrowgauge.trainer.laboratory.watch import follow, live_page, write_pages
+    from narrowgauge.trainer.report.page.subject import subjects
+
+    page = live_page(paths, out)
+    empty = [path for path in paths if not subjects([path])[0]]
+    if once:
+        if empty:
+            raise UserError(
+                f"{empty[0]} has no runs; name a run directory, or a folder of runs or of compare"
+            )
+        write_pages(paths, page)
+        print(f"page: {page}")
+        return 0
+    for path in empty:
+        state = "has no runs yet; the page waits for the first"
+        state = state if path.exists() else "does not exist yet; the page waits for it"
+        print(f"{path} {state}", file=sys.stderr)
+    print(f"live page: {page.resolve().as_uri()} (Ctrl-C ends it)", flush=True)
+    try:
+        follow(paths, page)
+    except KeyboardInterrupt:
+        return _EXIT_INTERRUPTED
+    return 0

@@ -1,0 +1,216 @@
+"""The facts that `doctor` judges, as plain data, and the type of its verdicts.
+
+The functions `collect_*` read the facts off the machine. The functions `check_*` turn them into verdicts and
+look at nothing else, so the facts of any machine can be written down and judged, as the tests do.
+
+Sizes are in bytes and times in seconds. An unknown number is None; an unknown word is "".
+"""
+
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import resources
+from typing import Any, NamedTuple
+
+Version = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Software:
+    """Python, torch and the libraries torch was built with."""
+
+    python: Version  # of the running Python
+    torch: str  # torch's version string; "" if torch is not installed
+    error: str = ""  # why importing torch fails
+    glibc: Version = ()  # the oldest glibc that the installed torch supports; () if unknown
+    packages: Mapping[str, str] = field(default_factory=dict)  # version of each other package; "" if missing
+    build: str  # "cpu", "cuda" or "rocm"; "" if unknown
+    library: tuple[int, int]  # the CUDA or ROCm version of the build
+    architectures: tuple[
+        str, ...
+    ]  # the GPUs it has code for: "sm_90", "compute_120", "gfx942"; () if unknown
+    backends: tuple[str, ...]  # the backends built into torch.distributed: "gloo", "nccl"
+    nccl: Version  # version of NCCL, or of RCCL on AMD
+
+    @property
+    def works(self) -> bool:
+        """Whether the rest of this package can be imported."""
+        has_torch = not self.error and release(self.torch) >= LIMITS["version"]["torch"]
+        return has_torch and all(self.packages.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """A GPU that torch sees."""
+
+    name: str
+    maker: str = "nvidia"  # or "amd"
+    capability: tuple[int, int] = (0, 0)  # of an NVIDIA GPU
+    architecture: str = ""  # of an AMD GPU, such as "gfx90a"
+    memory: int = 0
+    used: int | None = None  # memory in use before the doctor touched it
+    busy: int | None = None  # percent of recent time in which it computed, for any process
+    processes: tuple[int, ...] = ()  # ids of the processes that use it, if the driver reports them
+    peers: tuple[int, ...] = ()  # the other GPUs whose memory it reaches without going through the host
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """The GPUs as the kernel, the driver and torch report them."""
+
+    makers: tuple[str, ...] = ()  # of each GPU with a device file for this process, seen by torch or not
+    on_bus: tuple[str, ...] = ()  # of each GPU on the machine's PCI bus, usable by this process or not
+    driver: str = ""  # version of the NVIDIA or AMD driver
+    driver_cuda: tuple[int, int] | None = None  # the newest CUDA that the NVIDIA driver supports
+    capabilities: tuple[Version, ...] = ()  # of the NVIDIA GPUs, from the driver, without torch
+    gpus: tuple[Gpu, ...] = ()  # those that torch sees
+    error: str = ""  # torch's output if listing its GPUs failed
+    links: tuple[str, ...] = ()  # the kinds of connection between two GPUs, such as "NV18", "PHB"
+    fabric: bool = False  # whether the machine has InfiniBand or the like
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Disk:
+    """A folder to write to, and the file system it is on."""
+
+    path: str  # the folder, or the nearest one above it that exists
+    kind: str = ""  # the file system, such as "ext4", "lustre"
+    size: int = 0
+    free: int = 0
+    inodes: int | None = None  # None if the file system has no fixed number
+    inodes_free: int | None = None
+    speed: float | None = None  # bytes/s of writing and flushing one file
+    skew: float | None = None  # seconds by which the file system's clock is ahead of the machine's
+    error: str = ""  # why writing to it failed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hub:
+    """The outcome of a request to the Hugging Face hub.
+
+    Attributes:
+        outcome: "reached", "offline" (not asked, at the user's request), "proxy refused", "proxy
+            unreachable", "no name", "no network", "certificate", "refused", "no answer", or "not asked".
+    """
+
+    outcome: str
+    host: str = "huggingface.co"
+    proxy: str = ""  # the proxy of the request, without user and password
+    status: int | None = None  # the HTTP status, which is the proxy's if the proxy refused
+    ahead: float | None = None  # seconds by which the hub's clock is ahead of this machine's
+    detail: str = ""  # the error in the system's words
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """Data or a tokenizer that the user named: what was found, or what is wrong with it."""
+
+    name: str
+    found: str = ""
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compiler:
+    """The compilers that compile code at run time."""
+
+    cc: str = ""  # the C compiler's path
+    cxx: str = ""  # the C++ compiler's path
+    version: str = ""  # its first line
+    error: str = ""  # why compiling a small program with Python's headers and OpenMP failed
+    triton: str = ""  # version of Triton
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class System:
+    """Limits of the process and of the machine."""
+
+    cores: int  # available to this process
+    machine_cores: int
+    threads: int | None  # $OMP_NUM_THREADS
+    open_files: tuple[int | None, int | None]  # (soft, hard) limits; None: unlimited
+    locked_memory: tuple[int | None, int | None]
+    name: str  # the operating system: "Linux", "macOS", "Windows"
+    machine: str  # the processor architecture: "x86_64", "aarch64"
+    glibc: Version  # () for any other C library
+    cpu: frozenset[str]  # the processor's instruction sets, by Linux's names; empty if unknown
+    shared_memory: Disk | None  # /dev/shm; None if absent
+    now: float  # seconds since 1970
+    installed: float  # modification time of the newest file of this package
+    synchronized: bool | None  # whether the kernel reports its clock as synchronized
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """Everything that the doctor examines."""
+
+    software: Software
+    hardware: Hardware
+    system: System
+    environment: Mapping[
+        str, str
+    ]  # every variable: the code shared with `train` reads the launcher's from it
+    disk: Disk  # of the working directory
+    cache: Disk  # of the prepared-data cache
+    hub: Hub
+    data: Given | None
+    tokenizer: Given | None
+    compiler: Compiler
+
+
+class Verdict(NamedTuple):
+    """The verdict on one item."""
+
+    status: str  # OK, WARN (works, with limits) or MISS (fails, or is silently wrong)
+    found: str  # what was found
+    fix: str = ""  # what to do about it; "" if nothing needs fixing
+
+
+def ok(found: str) -> Verdict:
+    """A verdict that needs no fix."""
+    return Verdict("OK", found)
+
+
+def warn(found: str, fix: str) -> Verdict:
+    """A verdict for what works, but slower or less than it could, or only for some verbs."""
+    return Verdict("WARN", found, fix)
+
+
+def miss(found: str, fix: str) -> Verdict:
+    """A verdict for what will fail or be silently wrong."""
+    return Verdict("MISS", found, fix)
+
+
+def of_error(status: str, sentence: str, otherwise: str) -> Verdict:
+    """The verdict that repeats a `UserError`; its fix follows the last semicolon, else it is `otherwise`."""
+    found, _, fix = sentence.rpartition("; ")
+    return Verdict(status, found or fix, fix if found else otherwise)
+
+
+def dotted(version: Version) -> str:
+    """A version in dotted notation: "12.9"."""
+    return ".".join(map(str, version))
+
+
+def release(version: str) -> tuple[int, int]:
+    """The first two components of a version: (2, 11) of "2.11.0+cu128"; missing ones are 0."""
+    major, minor, *_ = [*re.findall(r"\d+", version), "0", "0"]
+    return int(major), int(minor)
+
+
+def count(number: int, thing: str) -> str:
+    """A count with its noun: "1 GPU", "2 GPUs"."""
+    return f"{number} {thing}{'' if number == 1 else 's'}"
+
+
+def _limits() -> dict[str, dict[str, Any]]:
+    """The tables of `limits.toml`, with versions as tuples."""
+    text = (resources.files("narrowgauge.trainer.cluster.doctor") / "limits.toml").read_text(encoding="utf-8")
+    return {
+        name: {key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}
+        for name, table in tomllib.loads(text).items()
+    }
+
+
+LIMITS = _limits()  # the versions and bounds used by the verdicts

@@ -1,0 +1,328 @@
+"""The GPUs that the kernel, the driver and torch see, their native recipes and their other users.
+
+Machine code for sm_XY runs on a GPU of capability X.Z with Z >= Y; PTX, called compute_XY, on every later GPU
+("CUDA C++ Programming Guide", binary and PTX compatibility).
+"""
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from importlib import import_module
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+from narrowgauge.recipes import choose_backend, recipe, recipe_names
+from narrowgauge.system.devices import Device
+from narrowgauge.system.processes import in_time
+from narrowgauge.system.units import human_bytes
+from narrowgauge.trainer.cluster.doctor.facts import (
+    LIMITS,
+    Facts,
+    Gpu,
+    Hardware,
+    Verdict,
+    count,
+    dotted,
+    miss,
+    ok,
+    warn,
+)
+from narrowgauge.trainer.cluster.doctor.torch_setup.ask_torch import TorchReport
+from narrowgauge.trainer.cluster.doctor.torch_setup.builds import right_build
+
+Uses = Mapping[str, Mapping[str, Any]]  # `used`, `busy` and `processes` by GPU id
+_DRIVER_SECONDS = 15.0
+_LINKS = {0: "PSB", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}  # by nvmlGpuTopologyLevel_t
+_VENDORS = {"0x10de": "nvidia", "0x1002": "amd"}
+_GPU_CLASSES = ("0x0300", "0x0302", "0x0380", "0x1200")
+
+
+def collect_hardware(torch: TorchReport) -> Hardware:
+    """The GPUs of this machine: those with a device file, those of NVIDIA's driver, and torch's."""
+    nothing: tuple[dict[str, Any], Uses] = {}, {}
+    nvidia, uses = in_time(_nvidia, _DRIVER_SECONDS, nothing)
+    files = len(list(Path("/dev").glob("nvidia[0-9]*")))  # WSL has none, but the driver answers
+    makers = ("nvidia",) * (files or len(uses)) + ("amd",) * _amd_gpus()
+    gpus = joined(torch.gpus, uses)
+    facts: dict[str, Any] = nvidia or {"driver": _text("/sys/module/amdgpu/version")}
+    if len(gpus) != len(uses):  # links may belong to GPUs that torch does not see
+        facts.pop("links", None)
+    return Hardware(
+        makers=makers or tuple(gpu.maker for gpu in gpus),
+        on_bus=_on_bus(),
+        gpus=gpus,
+        error=torch.gpu_error,
+        fabric=any(Path("/sys/class/infiniband").glob("*")),
+        **facts,
+    )
+
+
+def _nvidia() -> tuple[dict[str, Any], Uses]:
+    """Fields of `Hardware`, and of `Gpu` by the GPU's id, from NVIDIA's driver; empty if there is none."""
+    try:
+        nvml = import_module("pynvml")  # here: the doctor also works where packages are missing
+    except ImportError:
+        return {}, {}
+
+    def told(what: str, *arguments: Any) -> Any:
+        with suppress(nvml.NVMLError):  # this driver or GPU does not report it
+            return getattr(nvml, what)(*arguments)
+        return None
+
+    told("nvmlInit")
+    indices = range(told("nvmlDeviceGetCount") or 0)
+    gpus = list(filter(None, (told("nvmlDeviceGetHandleByIndex", index) for index in indices)))
+    uses: dict[str, dict[str, Any]] = {}
+    for gpu in gpus:
+        memory = told("nvmlDeviceGetMemoryInfo", gpu, nvml.nvmlMemory_v2)
+        rates = told("nvmlDeviceGetUtilizationRates", gpu)
+        processes = told("nvmlDeviceGetComputeRunningProcesses", gpu) or ()
+        uses[told("nvmlDeviceGetUUID", gpu)] = {
+            "used": memory and memory.used,
+            "busy": rates and rates.gpu,
+            "processes": tuple(process.pid for process in processes),
+        }
+
+    def link(a: Any, b: Any) -> str:
+        """The kind of connection, as `nvidia-smi topo -m` names it."""
+        if told("nvmlDeviceGetP2PStatus", a, b, nvml.NVML_P2P_CAPS_INDEX_NVLINK) == nvml.NVML_P2P_STATUS_OK:
+            return "NVLink"
+        return _LINKS.get(told("nvmlDeviceGetTopologyCommonAncestor", a, b), "")
+
+    if not gpus:
+        return {}, {}
+    cuda = told("nvmlSystemGetCudaDriverVersion_v2")  # of libcuda.so.1: none where that does not load
+    capabilities = [told("nvmlDeviceGetCudaComputeCapability", gpu) for gpu in gpus]
+    return {
+        "driver": told("nvmlSystemGetDriverVersion") or "",
+        "driver_cuda": cuda and (cuda // 1000, cuda % 1000 // 10),
+        "capabilities": tuple(filter(None, capabilities)),
+        "links": tuple(sorted({link(a, b) for a, b in combinations(gpus, 2)} - {""})),
+    }, uses
+
+
+def _on_bus() -> tuple[str, ...]:
+    """The maker of each GPU on the PCI bus."""
+    makers = []
+    for device in Path("/sys/bus/pci/devices").glob("*"):
+        maker = _VENDORS.get(_text(device / "vendor"))
+        if maker and _text(device / "class").startswith(_GPU_CLASSES):
+            makers.append(maker)
+    return tuple(sorted(makers))
+
+
+def _amd_gpus() -> int:
+    """The number of AMD GPUs with dedicated memory that ROCm's driver knows."""
+    if not Path("/dev/kfd").exists():
+        return 0
+    count = 0
+    for node in Path("/sys/class/kfd/kfd/topology/nodes").glob("*"):
+        banks = "\n".join(_text(bank) for bank in node.glob("mem_banks/*/properties"))
+        sizes = re.findall(r"^size_in_bytes (\d+)$", banks, re.MULTILINE)
+        is_gpu = re.search(r"^simd_count [1-9]", _text(node / "properties"), re.MULTILINE)
+        count += bool(is_gpu and sum(map(int, sizes)) >= LIMITS["gpu"]["integrated"])
+    return count
+
+
+def joined(gpus: Sequence[Mapping[str, Any]], uses: Uses) -> tuple[Gpu, ...]:
+    """The GPUs that torch described (`ask_torch`), completed with the driver's figures."""
+    found = []
+    for described in gpus:
+        facts = dict(described)
+        facts |= uses.get(f"GPU-{facts.pop('uuid')}", {})
+        facts["capability"], facts["peers"] = tuple(facts["capability"]), tuple(facts["peers"])
+        found.append(Gpu(**facts))
+    return tuple(found)
+
+
+def _text(path: str | Path) -> str:
+    """The text of a small file of the kernel; "" if there is no such file."""
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def check_gpus(facts: Facts) -> dict[str, Verdict]:
+    """The verdicts by item.
+
+    The items on pairs of GPUs and on other users appear only where there are any; those on recipes and
+    NCCL only if torch can be imported.
+    """
+    verdicts = {"gpus": _gpus(facts)}
+    if facts.software.works:
+        verdicts |= {"recipes": _recipes(facts), "nccl": _nccl(facts)}
+    if len(facts.hardware.gpus) > 1:
+        verdicts["peers"] = _peers(facts)
+    if facts.hardware.gpus:
+        verdicts["gpu-jobs"] = _jobs(facts)
+    return verdicts
+
+
+def _gpus(facts: Facts) -> Verdict:
+    software, gpus = facts.software, facts.hardware.gpus
+    if not gpus:
+        return _no_gpu(facts)
+    kinds = [_kind(gpu) for gpu in gpus]
+    alike = Counter(
+        f"{gpu.name}, {human_bytes(gpu.memory)}, {kind}" for gpu, kind in zip(gpus, kinds, strict=True)
+    )
+    found = "; ".join(f"{number} x {name}" for name, number in alike.items())
+    without = [
+        kind for gpu, kind in zip(gpus, kinds, strict=True) if not _has_code(software.architectures, gpu)
+    ]
+    if without:
+        build = right_build(facts.hardware) if gpus[0].maker == "nvidia" else None
+        fix = f"install {build}, which has code for {without[0]}"
+        if build is None:
+            fix = (
+                f"install a torch built for {without[0]} if there is one, or train on the CPU (--device cpu)"
+            )
+        return miss(f"{found}; this torch has code for {', '.join(software.architectures)} only", fix)
+    if len(set(kinds)) > 1:
+        return warn(
+            found,
+            "choose GPUs of one kind with CUDA_VISIBLE_DEVICES: together they go at the slowest one's pace, "
+            "and a recipe may be native on some and emulated on others",
+        )
+    return ok(found)
+
+
+def _kind(gpu: Gpu) -> str:
+    """The property that determines which code a GPU runs, in words."""
+    return f"compute capability {dotted(gpu.capability)}" if gpu.maker == "nvidia" else gpu.architecture
+
+
+def _no_gpu(facts: Facts) -> Verdict:
+    hardware = facts.hardware
+    if not hardware.makers and "nvidia" in hardware.on_bus:
+        there = count(hardware.on_bus.count("nvidia"), "NVIDIA GPU")
+        return warn(
+            f"{there} on the bus, and no device file for it here",
+            "install NVIDIA's driver; start a container with the GPUs (docker run --gpus all), and a Slurm "
+            "job (--gpus)",
+        )
+    if not hardware.makers:
+        return ok("none; training runs on the CPU")
+    kinds = ", ".join(f"compute capability {dotted(one)}" for one in dict.fromkeys(hardware.capabilities))
+    there = f"{count(len(hardware.makers), 'GPU')} in the machine{f' ({kinds})' if kinds else ''}"
+    there += ", none that torch sees"
+    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
+        value = facts.environment.get(name)
+        if value is not None and (not value.strip() or value.strip().startswith("-")):
+            return warn(f"{there}: {name}={value!r} hides them", f"unset {name}, or name GPUs in it")
+    if facts.software.error or facts.software.build == "cpu":
+        why = "it does not import" if facts.software.error else "it is a build for CPUs"
+        return miss(f"{there}: {why}", "fix torch first (see above)")
+    said = f" ({hardware.error})" if hardware.error else ""
+    return miss(
+        f"{there}{said}",
+        "fix torch and the driver first; if both are right, see that this user may open the device files "
+        "(/dev/nvidia*, or /dev/kfd and /dev/dri: group render) and that nothing crashed (dmesg)",
+    )
+
+
+def _has_code(architectures: Sequence[str], gpu: Gpu) -> bool:
+    """Whether a build of torch for these architectures has code that the GPU can run."""
+    if not architectures:
+        return True
+    if gpu.maker == "amd":
+        return gpu.architecture in architectures
+    for name in architectures:
+        kind, _, digits = name.rpartition("_")
+        number = digits.rstrip("af")  # sm_90a, sm_100f: for one generation only
+        if not number.isdigit():
+            continue
+        major, minor = int(number[:-1]), int(number[-1])
+        if kind == "compute" and (major, minor) <= gpu.capability:
+            return True
+        if kind == "sm" and major == gpu.capability[0] and minor <= gpu.capability[1]:
+            return True
+    return False
+
+
+def _nccl(facts: Facts) -> Verdict:
+    software, gpus = facts.software, facts.hardware.gpus
+    built = ", ".join(software.backends) or "none"
+    if not gpus:
+        if "gloo" in software.backends:
+            return ok(f"not needed: processes on CPUs talk through gloo (built in: {built})")
+        return warn("this torch cannot connect processes", "install a torch built with gloo")
+    name = "RCCL" if gpus[0].maker == "amd" else "NCCL"
+    if "nccl" not in software.backends:
+        status = miss if len(gpus) > 1 else warn
+        return status(f"none (built in: {built})", f"install a torch built with {name}, or use one GPU only")
+    found = f"{name} {dotted(software.nccl)}"
+    if name == "RCCL":
+        return ok(f"{found}; FP8 sums between GPUs: not known of RCCL")
+    needed, capability = LIMITS["version"]["nccl_fp8"], LIMITS["version"]["fp8_capability"]
+    if min(gpu.capability for gpu in gpus) < capability:
+        between = f"between these GPUs, which takes compute capability {dotted(capability)}"
+        return ok(f"{found}; no FP8 sums {between}")
+    if software.nccl[:2] < needed:
+        return warn(
+            f"{found}; no FP8 sums",
+            f"install a torch with NCCL {dotted(needed)} or later, to add FP8 gradients on the wire",
+        )
+    return ok(f"{found}, with FP8 sums between GPUs")
+
+
+def _peers(facts: Facts) -> Verdict:
+    gpus = facts.hardware.gpus
+    links = f" over {', '.join(facts.hardware.links)}" if facts.hardware.links else ""
+    pairs = list(combinations(range(len(gpus)), 2))
+    apart = [(a, b) for a, b in pairs if b not in gpus[a].peers or a not in gpus[b].peers]
+    if not apart:
+        return ok(f"each GPU reaches the memory of each other{links}")
+    found = f"{len(apart)} of {len(pairs)} pairs of GPUs, such as {apart[0][0]} and {apart[0][1]}"
+    return warn(
+        f"{found}, reach each other only through the host's memory{links}",
+        "measure before you use several (narrowgauge scaling); consumer cards have no peer access, on others "
+        "switch off PCIe ACS and the IOMMU",
+    )
+
+
+def _jobs(facts: Facts) -> Verdict:
+    gpus, taken = facts.hardware.gpus, []
+    for index, gpu in enumerate(gpus):
+        if gpu.processes or (gpu.used or 0) > LIMITS["gpu"]["foreign"]:
+            by = f" by process {', '.join(map(str, gpu.processes))}" if gpu.processes else ""
+            busy = f", {gpu.busy} % busy" if gpu.busy else ""
+            taken.append(f"GPU {index}: {human_bytes(gpu.used or 0)} in use{by}{busy}")
+    if taken:
+        return warn(
+            "; ".join(taken),
+            "wait for them, stop them if they are yours, or choose other GPUs with CUDA_VISIBLE_DEVICES",
+        )
+    if all(gpu.used is None for gpu in gpus):
+        return ok("unknown: the driver does not report it")
+    return ok("no other work on the GPUs")
+
+
+def _recipes(facts: Facts) -> Verdict:
+    """The recipes that are native on all GPUs, and those that a newer CUDA would make native."""
+    kinds = dict.fromkeys(_device(gpu, facts.software.library) for gpu in facts.hardware.gpus)
+    devices = list(kinds) or [Device(maker="cpu")]
+    native = [name for name in recipe_names() if all(_is_native(name, device) for device in devices)]
+    emulated = [name for name in recipe_names() if name not in native]
+    found = f"native: {', '.join(native)}; emulated: {', '.join(emulated) or 'none'}"
+    latest = [replace(device, library=(99, 0)) for device in devices]
+    gained = [name for name in emulated if all(_is_native(name, device) for device in latest)]
+    if gained:
+        device = next(d for d in devices if not _is_native(gained[0], d))
+        reason = choose_backend(recipe(gained[0]), device).reason.partition(";")[0]
+        fix = f"install a torch of a newer CUDA to run {', '.join(gained)} natively: {reason}"
+        return warn(found, fix)
+    return ok(found)
+
+
+def _device(gpu: Gpu, library: tuple[int, int]) -> Device:
+    """A GPU as the recipes see it, with the library that drives it."""
+    return Device(maker=gpu.maker, capability=gpu.capability, architecture=gpu.architecture, library=library)
+
+
+def _is_native(name: str, device: Device) -> bool:
+    return choose_backend(recipe(name), device).name == "native"

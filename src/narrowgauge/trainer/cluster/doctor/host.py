@@ -1,0 +1,343 @@
+"""The machine around the GPUs: limits, shared memory, clock, disks, compilers and the given files.
+
+The bounds are judgements; `limits.toml` gives the reason of each.
+"""
+
+import contextlib
+import ctypes
+import os
+import platform
+import re
+import shutil
+import sysconfig
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import narrowgauge
+from narrowgauge.system.errors import words_of
+from narrowgauge.system.operating_system import limits_of, system_name, triton_version
+from narrowgauge.system.processes import in_time, output_of
+from narrowgauge.system.units import human_bytes
+from narrowgauge.trainer.cluster.doctor.facts import (
+    LIMITS,
+    Compiler,
+    Disk,
+    Facts,
+    Given,
+    System,
+    Verdict,
+    Version,
+    miss,
+    of_error,
+    ok,
+    release,
+    warn,
+)
+
+_SHARED = Path("/dev/shm")
+_PIECE, _WRITING = 1 << 22, 2.0  # bytes of a piece of a test file; seconds allowed for writing all pieces
+_DISK_SECONDS, _COMPILER_SECONDS = 15.0, 60.0
+_NOT_SYNCHRONIZED = 5  # TIME_ERROR of <sys/timex.h>
+_PROGRAM = (
+    "#include <Python.h>\n#include <omp.h>\n#include <vector>\nint f() { return omp_get_max_threads(); }\n"
+)
+
+
+def collect_system() -> System:
+    """The limits of this process and of the machine."""
+    threads = os.environ.get("OMP_NUM_THREADS", "").strip()
+    return System(
+        cores=_cores(),
+        machine_cores=os.cpu_count() or 1,
+        threads=int(threads) if threads.isdecimal() else None,
+        open_files=limits_of("RLIMIT_NOFILE"),
+        locked_memory=limits_of("RLIMIT_MEMLOCK"),
+        name=system_name(),
+        machine=platform.machine(),
+        glibc=_glibc(),
+        cpu=_instruction_sets(),
+        shared_memory=collect_disk(_SHARED, pieces=0) if _SHARED.exists() else None,
+        now=time.time(),
+        installed=Path(narrowgauge.__file__).stat().st_mtime,
+        synchronized=_synchronized(),
+    )
+
+
+def _cores() -> int:
+    """The number of cores available to this process, by its affinity and its cgroup's quota."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        cores = min(cores, max(1, -(-int(quota) // int(period))))
+    return cores
+
+
+def _glibc() -> Version:
+    """The version of glibc; () for another C library."""
+    name, version = platform.libc_ver()
+    return release(version) if name == "glibc" else ()
+
+
+def _instruction_sets() -> frozenset[str]:
+    """The flags of the first processor in /proc/cpuinfo."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
+            name, _, words = line.partition(":")
+            if name.strip() in ("flags", "Features"):  # x86, ARM
+                return frozenset(words.split())
+    return frozenset()
+
+
+def _synchronized() -> bool | None:
+    """Whether the kernel's clock is synchronized; None if the kernel does not report it."""
+    try:
+        state = ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(512))  # modes 0: query only
+    except (OSError, AttributeError, TypeError):  # TypeError: Windows has no library of the process itself
+        return None
+    return None if state < 0 else bool(state != _NOT_SYNCHRONIZED)
+
+
+def collect_disk(folder: Path, pieces: int = 16) -> Disk:
+    """Space, clock and speed of the file system that a folder is on, or would be on.
+
+    At most `pieces` of 4 MiB are written to measure the speed; 0 skips the measurement.
+    """
+    place = folder.absolute()
+    late = Disk(path=str(place), error=f"no answer in {_DISK_SECONDS:.0f} s; a file server may be away")
+    return in_time(lambda: _facts_of_disk(place, pieces), _DISK_SECONDS, late)
+
+
+def _facts_of_disk(place: Path, pieces: int) -> Disk:
+    """The facts of `collect_disk`, without a time limit."""
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    disk = Disk(path=str(place), kind=_kind(place))
+    try:
+        space = shutil.disk_usage(place)
+        disk = replace(disk, size=space.total, free=space.free)
+        if hasattr(os, "statvfs") and (inodes := os.statvfs(place)).f_files:
+            disk = replace(disk, inodes=inodes.f_files, inodes_free=inodes.f_favail)
+        speed, skew = _write(place, min(pieces, space.free // (4 * _PIECE)))
+        return replace(disk, speed=speed, skew=skew)
+    except OSError as error:
+        return replace(disk, error=words_of(error))
+
+
+def _write(place: Path, pieces: int) -> tuple[float | None, float]:
+    """(bytes/s of writing and flushing a file, seconds by which its clock is ahead). The file is deleted."""
+    block = os.urandom(_PIECE)  # random, so that file systems cannot compress it
+    with tempfile.TemporaryFile(dir=place, prefix=".narrowgauge-doctor-") as file:
+        before = time.time()
+        start, written = time.perf_counter(), 0
+        while written < pieces and time.perf_counter() - start < _WRITING:
+            file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+            written += 1
+        seconds = time.perf_counter() - start
+        file.write(b"0")
+        file.flush()
+        after, stamp = time.time(), os.fstat(file.fileno()).st_mtime
+    skew = max(0.0, stamp - after) or min(0.0, stamp - before)
+    return (written * _PIECE / seconds if written else None), skew
+
+
+def _kind(place: Path) -> str:
+    """The kind of the file system, from the longest mount point above the folder."""
+    try:
+        mounts = [line.split()[1:3] for line in Path("/proc/self/mounts").read_text().splitlines()]
+        real = place.resolve()
+    except (OSError, UnicodeDecodeError):
+        return ""
+    above = [(len(point), kind) for point, kind in mounts if real.is_relative_to(point)]
+    return max(above)[1] if above else ""
+
+
+def collect_compiler() -> Compiler:
+    """The C compiler, the C++ compiler that torch.compile uses (tried on a small program), and Triton."""
+    cc = next(filter(None, map(shutil.which, [_c_named(), "gcc", "clang", "cc"])), "")
+    triton = triton_version()
+    named = os.environ.get("CXX")
+    for name in (named,) if named else ("g++", "clang++", "c++"):
+        if cxx := shutil.which(name):
+            break
+    else:
+        return Compiler(cc=cc, error=f"CXX={named}, which is not a program" if named else "", triton=triton)
+    first = (output_of([cxx, "--version"], _COMPILER_SECONDS).out.splitlines() or [""])[0]
+    return Compiler(cc=cc, cxx=cxx, version=first, error=_compile(cxx), triton=triton)
+
+
+def _c_named() -> str:
+    """The program in $CC, without the options that may follow it; "" if unset."""
+    return (os.environ.get("CC", "").split() or [""])[0]
+
+
+def _compile(cxx: str) -> str:
+    """Why the compiler cannot build a library from a small program; "" if it can."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "program.cpp")
+        source.write_text(_PROGRAM)
+        headers = sysconfig.get_path("include")
+        flags = ["-std=c++17", "-fopenmp", "-shared", "-fPIC", f"-I{headers}"]
+        made = output_of([cxx, *flags, str(source), "-o", str(source.with_suffix(".so"))], _COMPILER_SECONDS)
+    if made.code == 0:
+        return ""
+    lines = [line for line in made.error.splitlines() if "error" in line.lower()]
+    return (lines or [made.error or "it failed"])[0].replace(f"{folder}/", "")[:200]
+
+
+def check_host(facts: Facts) -> dict[str, Verdict]:
+    """The verdicts by item; data and tokenizer only if given."""
+    given = {"data": facts.data, "tokenizer": facts.tokenizer}
+    return {
+        "open-files": _open_files(facts),
+        "locked-memory": _locked_memory(facts),
+        "shared-memory": _shared_memory(facts),
+        "clock": _clock(facts),
+        "disk": _disk(facts.disk, "go to another folder, or name one with --out"),
+        "cache": _disk(facts.cache, "name another folder in NARROWGAUGE_CACHE"),
+        "compiler": _compiler(facts),
+        **{name: _given(name, what) for name, what in given.items() if what},
+    }
+
+
+def _open_files(facts: Facts) -> Verdict:
+    (soft, hard), enough = facts.system.open_files, LIMITS["open_files"]["enough"]
+    if soft is None or soft >= enough:
+        return ok("unlimited" if soft is None else f"{soft:,}")
+    if hard is None or hard >= enough:
+        return warn(f"{soft:,}", f"ulimit -n {min(hard or 65536, 65536)}")
+    return warn(
+        f"{soft:,}, and the user may not raise it beyond {hard:,}",
+        "let the administrator raise nofile in /etc/security/limits.conf (docker run --ulimit nofile=65536)",
+    )
+
+
+def _locked_memory(facts: Facts) -> Verdict:
+    soft = facts.system.locked_memory[0]
+    if soft is None:
+        return ok("unlimited")
+    if facts.hardware.fabric:
+        return warn(
+            f"{human_bytes(soft)}, and the machine has InfiniBand, whose buffers are locked",
+            "ulimit -l unlimited, or memlock in /etc/security/limits.conf (docker run --ulimit memlock=-1); "
+            "under Slurm, PropagateResourceLimitsExcept=MEMLOCK",
+        )
+    return ok(f"{human_bytes(soft)}; only InfiniBand needs more, and there is none")
+
+
+def _shared_memory(facts: Facts) -> Verdict:
+    shared, bounds = facts.system.shared_memory, LIMITS["shared_memory"]
+    if facts.system.name != "Linux":
+        return ok("not a file system here")
+    if shared is None:
+        return warn("there is no /dev/shm", "mount a tmpfs there: mount -t tmpfs tmpfs /dev/shm")
+    found = f"{human_bytes(shared.free)} free of {human_bytes(shared.size)} in /dev/shm"
+    if shared.error:
+        return miss(f"{found}: {shared.error}", "chmod 1777 /dev/shm")
+    if shared.free >= bounds["enough"]:
+        return ok(found)
+    fix = "docker run --shm-size 16g, or --ipc host; else mount -o remount,size=16G /dev/shm"
+    if shared.size >= bounds["enough"]:
+        fix = "remove what killed programs left there"
+    return (miss if shared.free < bounds["least"] else warn)(found, fix)
+
+
+def _clock(facts: Facts) -> Verdict:
+    system = facts.system
+    if system.now < system.installed - 86400:  # a day of slack: wheels carry local times
+        return miss(
+            "before the day this package was installed",
+            f"set the clock ({_set_clock(system.name)}): certificates and 'newest' depend on it",
+        )
+    ahead = facts.hub.ahead
+    if ahead is not None and abs(ahead) > LIMITS["clock"]["machine"]:
+        return warn(f"{_off(ahead)} the hub's", _set_clock(system.name))
+    for disk in (facts.disk, facts.cache):
+        if disk.skew is not None and abs(disk.skew) > LIMITS["clock"]["file_server"]:
+            return warn(
+                f"{_off(disk.skew)} that of the file system at {disk.path}",
+                "let this machine and the file server follow the same time server (NTP)",
+            )
+    agrees = ", agrees with the hub's" if ahead is not None else ""
+    if system.synchronized is False:
+        if facts.environment.get("SLURM_NNODES", "1") != "1":
+            return warn(
+                f"plausible{agrees}; the kernel does not know it to be synchronized",
+                "run chrony or ntpd on every node, so that their logs can be compared",
+            )
+        return ok(f"plausible{agrees}; not known to the kernel to be synchronized")
+    return ok(f"plausible{agrees}" + (", synchronized" if system.synchronized else ""))
+
+
+def _set_clock(system: str) -> str:
+    return "sudo sntp -sS time.apple.com" if system == "macOS" else "timedatectl set-ntp true"
+
+
+def _off(ahead: float) -> str:
+    """The error of this clock, given by how many seconds the other clock is ahead."""
+    return f"{abs(ahead):.0f} s {'behind' if ahead > 0 else 'ahead of'}"
+
+
+def _disk(disk: Disk, elsewhere: str) -> Verdict:
+    bounds, kind = LIMITS["disk"], f" ({disk.kind})" if disk.kind else ""
+    if disk.error:
+        return warn(f"{disk.path}{kind}: {disk.error}", elsewhere)
+    found = f"{disk.path}{kind}: {human_bytes(disk.free)} free of {human_bytes(disk.size)}"
+    if disk.speed:
+        found += f", writes {disk.speed / 1e6:,.0f} MB/s"
+    if disk.inodes and disk.inodes_free is not None:
+        share, fix = disk.inodes_free / disk.inodes, f"remove small files, or {elsewhere}"
+        if disk.inodes_free < bounds["least_inodes"]:
+            return miss(f"{found}, {disk.inodes_free} inodes free", fix)
+        if share < bounds["inodes_share"]:
+            return warn(f"{found}, {share:.1%} of the inodes free", fix)
+    if disk.free < bounds["least"]:
+        return miss(found, f"make room, or {elsewhere}")
+    if disk.free < max(bounds["enough"], min(bounds["plenty"], (1 - bounds["full"]) * disk.size)):
+        return warn(found, f"make room, or {elsewhere}")
+    if disk.speed and disk.speed < bounds["slow"]:
+        return warn(found, f"{elsewhere} (a faster file system): every save waits for this one")
+    return ok(found)
+
+
+def _compiler(facts: Facts) -> Verdict:
+    compiler, gpus = facts.compiler, facts.hardware.gpus
+    triton = f", Triton {compiler.triton}" if compiler.triton else ""
+    if not compiler.cc:
+        why = "kernels on a GPU need it" if gpus else "casts on a CPU take 2 to 4 times as long without it"
+        return warn(
+            f"{compiler.version or compiler.error or 'no C compiler'}{triton}",
+            f"install gcc and g++, or clang, or name them in CC and CXX: {why}; training.compile needs both",
+        )
+    if not compiler.cxx:
+        return warn(
+            f"{compiler.error or 'no C++ compiler'}{triton}",
+            "install g++ or clang++, or name one in CXX: training.compile needs it; nothing else does",
+        )
+    found = f"{compiler.version or compiler.cxx}{triton}"
+    if compiler.error:
+        return warn(f"{found}: {compiler.error}", _fix_of_compiler(compiler, facts.system.name))
+    if gpus and not compiler.triton:
+        how = "pip install triton"
+        if any(gpu.maker == "amd" for gpu in gpus):  # the package of that name is for NVIDIA's
+            how = "install torch's ROCm build again, which brings its own Triton, not the package `triton`"
+        return warn(f"{found}, no Triton", f"{how}: kernels and training.compile need it on a GPU")
+    return ok(found)
+
+
+def _fix_of_compiler(compiler: Compiler, system: str) -> str:
+    if "Python.h" in compiler.error:
+        return "install Python's headers (python3-dev or python3-devel): training.compile needs them"
+    if re.search(r"openmp|omp\.h|lg?omp", compiler.error):
+        how = "brew install libomp" if system == "macOS" else "libomp-dev, or take g++"
+        return f"install OpenMP for this compiler ({how}): training.compile needs it"
+    return "fix the compiler, or name another in CXX: training.compile needs one"
+
+
+def _given(name: str, given: Given) -> Verdict:
+    if given.error:
+        return of_error("MISS", given.error, f"name another with --{name}")
+    return ok(f"{given.name}: {given.found}")

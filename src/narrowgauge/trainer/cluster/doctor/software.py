@@ -1,0 +1,248 @@
+"""The system, Python, torch, the driver and other packages: whether the software fits this machine.
+
+Packages are examined without importing them.
+
+CUDA's compatibility rules: a program built with CUDA M.n runs with any driver of major version M or later;
+with a driver older than n it may lack features added in between (NVIDIA, "CUDA Compatibility").
+"""
+
+import re
+import sys
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, distribution, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from narrowgauge.trainer.cluster.doctor.facts import (
+    LIMITS,
+    Facts,
+    Software,
+    Verdict,
+    Version,
+    count,
+    dotted,
+    miss,
+    ok,
+    release,
+    warn,
+)
+from narrowgauge.trainer.cluster.doctor.torch_setup.ask_torch import TorchReport
+from narrowgauge.trainer.cluster.doctor.torch_setup.builds import right_build
+from narrowgauge.trainer.cluster.doctor.torch_setup.import_errors import fix_of, is_absent
+
+_OLDEST = LIMITS["version"]
+_NAMES = {"cuda": "CUDA", "rocm": "ROCm"}
+_BUILDS = {"nvidia": "cuda", "amd": "rocm"}
+_MAKERS = {"nvidia": "NVIDIA", "amd": "AMD"}
+_WHERE = "(pytorch.org, 'Get Started', has the line)"
+
+
+def collect_software(torch: TorchReport) -> Software:
+    """Python, torch (from its own report, or its files if it cannot be imported), and the other packages."""
+    folder = folder_of("torch")
+    none = {"version": "", "cuda": "", "hip": ""}
+    known: Mapping[str, Any] = torch.software or (_written(folder) if folder else none)
+    is_known = bool(torch.software or known["version"])
+    return Software(
+        python=tuple(sys.version_info[:3]),
+        torch=known["version"],
+        error=torch.error,
+        glibc=_glibc_of(folder) if folder else (),
+        packages={name: _version(name) for name in LIMITS["packages"]},
+        build="rocm" if known["hip"] else "cuda" if known["cuda"] else "cpu" if is_known else "",
+        library=release(known["hip"] or known["cuda"] or "0.0"),
+        architectures=tuple(known.get("architectures", ())),
+        backends=tuple(known.get("backends", ())),
+        nccl=tuple(known.get("nccl", ())),
+    )
+
+
+def folder_of(name: str) -> Path | None:
+    """The folder, or the file, from which a package would be imported; None if absent."""
+    try:
+        spec = find_spec({"nvidia-ml-py": "pynvml"}.get(name, name))
+    except (ImportError, ValueError):  # an import hook may refuse the name
+        return None
+    places = [*(spec.submodule_search_locations or ()), spec.origin] if spec else [None]
+    return Path(places[0]) if places[0] else None
+
+
+def _written(folder: Path) -> dict[str, str]:
+    """The versions of torch, CUDA and ROCm in `version.py` of torch's build; "" if absent."""
+    try:
+        text = (folder / "version.py").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        text = ""
+    found = {}
+    for key, name in (("version", "__version__"), ("cuda", "cuda"), ("hip", "hip")):
+        match = re.search(rf"^{name}\b[^=\n]*= *['\"]([^'\"]+)['\"]", text, re.MULTILINE)
+        found[key] = match[1] if match else ""
+    return found
+
+
+def _glibc_of(folder: Path) -> Version:
+    """The glibc that the torch wheel in this folder was built for: its tag `manylinux_2_28`."""
+    try:
+        wheel = distribution("torch")
+        if Path(str(wheel.locate_file("torch"))).resolve() != folder.resolve():
+            return ()
+        tags = re.findall(r"manylinux_(\d+)_(\d+)", wheel.read_text("WHEEL") or "")
+    except PackageNotFoundError:
+        return ()
+    return min(((int(major), int(minor)) for major, minor in tags), default=())
+
+
+def _version(name: str) -> str:
+    """The version of an importable package; "" if it is missing."""
+    if folder_of(name) is None:
+        return ""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def check_software(facts: Facts) -> dict[str, Verdict]:
+    """The verdicts by item, in the order in which to fix them."""
+    return {
+        "system": _system(facts),
+        "python": _python(facts),
+        "packages": _packages(facts),
+        "torch": _torch(facts),
+        "driver": _driver(facts),
+    }
+
+
+def _system(facts: Facts) -> Verdict:
+    """The verdict on the operating system, the C library and the processor."""
+    system, software = facts.system, facts.software
+    if system.name == "Windows":
+        return warn(
+            f"Windows {system.machine}: the library, recipes, formats and doctor work, runs do not",
+            "use WSL 2 (Windows Subsystem for Linux) for everything else",
+        )
+    if system.name != "Linux":
+        found = f"{system.name} {system.machine}"
+        if software.error and system.machine != "arm64":
+            return miss(found, "use Linux, or a Mac with an Apple processor: there is no torch for others")
+        return warn(f"{found}: narrowgauge was written and tested on Linux", "use Linux for runs that matter")
+    return _linux(facts)
+
+
+def _linux(facts: Facts) -> Verdict:
+    """The verdict on a Linux. The requirements of torch's wheels matter only if torch cannot be imported."""
+    system, software = facts.system, facts.software
+    needed = software.glibc or _OLDEST["glibc"]
+    library = f"glibc {dotted(system.glibc)}" if system.glibc else "a C library other than glibc"
+    found = f"Linux {system.machine}, {library}"
+    if software.error and system.machine not in ("x86_64", "aarch64"):
+        return miss(found, "build torch from its source: it has wheels for x86_64 and aarch64")
+    if software.error and (not system.glibc or system.glibc < needed):
+        whose = f"torch {software.torch}" if software.torch else "torch's wheels"
+        return miss(
+            f"{found}; {whose} need{'s' if software.torch else ''} glibc {dotted(needed)} or later",
+            "use a newer Linux (RHEL 8, Debian 10, Ubuntu 20.04 or later), or a container of one (Apptainer, "
+            "Docker)",
+        )
+    if system.machine != "x86_64" or not system.cpu:
+        return ok(found)
+    if "avx2" not in system.cpu:
+        return warn(
+            f"{found}, no AVX2: torch is slow here, and a build for later processors ends in SIGILL",
+            "choose a machine with AVX2, or in a virtual machine a CPU model that shows it (-cpu host)",
+        )
+    best = "AVX-512" if "avx512f" in system.cpu else "AVX2"
+    return ok(f"{found}, {best}" + (", AMX" if "amx_bf16" in system.cpu else ""))
+
+
+def _packages(facts: Facts) -> Verdict:
+    """The verdict on the packages other than torch."""
+    there = facts.software.packages
+    missing = [name for name, version in there.items() if not version]
+    if missing:
+        return miss(f"missing: {', '.join(missing)}", f"python -m pip install {' '.join(missing)}")
+    old = [n for n, v in there.items() if v != "unknown" and release(v) < LIMITS["packages"][n]]
+    if old:
+        wanted = " ".join(f"'{name}>={dotted(LIMITS['packages'][name])}'" for name in old)
+        found = ", ".join(f"{name} {there[name]}" for name in old)
+        return miss(f"too old: {found}", f"python -m pip install {wanted}")
+    return ok(", ".join(f"{name} {version}" for name, version in there.items()))
+
+
+def _python(facts: Facts) -> Verdict:
+    version, oldest = facts.software.python, _OLDEST["python"]
+    if version[:2] < oldest:
+        return miss(dotted(version), f"install Python {dotted(oldest)} or later")
+    newest = _OLDEST["newest_python"]
+    if facts.software.error and version[:2] > newest:
+        found = f"{dotted(version)}, for which torch may have no wheel yet"
+        return warn(found, f"install Python {dotted(oldest)} to {dotted(newest)}")
+    return ok(dotted(version))
+
+
+def _torch(facts: Facts) -> Verdict:
+    software, makers = facts.software, facts.hardware.makers
+    if not software.torch:
+        return miss(*_absent(facts))
+    library = f" {dotted(software.library)}" if software.build != "cpu" else ""
+    found = f"{software.torch}, built for {_NAMES.get(software.build, 'CPUs')}{library}"
+    if release(software.torch) < _OLDEST["torch"]:
+        return miss(found, f"install {_right_build(facts, max(makers, default=''))}")
+    if software.error:
+        return miss(f"{found}; it does not import: {software.error}", fix_of(software.error))
+    if makers and not any(_BUILDS[maker] == software.build for maker in makers):
+        maker = max(makers)
+        return miss(
+            f"{found}; this machine has {count(makers.count(maker), f'{_MAKERS[maker]} GPU')}",
+            f"install {_right_build(facts, maker)} instead {_WHERE}",
+        )
+    return ok(found)
+
+
+def _absent(facts: Facts) -> tuple[str, str]:
+    """(what was found, the fix) if torch is not installed."""
+    error, makers = facts.software.error, facts.hardware.makers
+    if not is_absent(error):
+        return f"it does not import: {error}", fix_of(error)
+    if makers:
+        return "not installed", f"install {_right_build(facts, max(makers))} {_WHERE}"
+    return (
+        "not installed",
+        "python -m pip install torch; without a GPU the build for CPUs is smaller " + _WHERE,
+    )
+
+
+def _right_build(facts: Facts, maker: str) -> str:
+    """The build of torch for a GPU of this maker; "" for a machine without one."""
+    if maker == "amd":
+        return f"torch {dotted(_OLDEST['torch'])} or later, built for ROCm"
+    build = right_build(facts.hardware) if maker else None
+    return str(build) if build else f"torch {dotted(_OLDEST['torch'])} or later"
+
+
+def _driver(facts: Facts) -> Verdict:
+    hardware, software = facts.hardware, facts.software
+    if not hardware.makers:
+        return ok("no GPU, no driver")
+    newest, found = hardware.driver_cuda, hardware.driver or "of unknown version"
+    if "nvidia" not in hardware.makers:
+        return ok(f"amdgpu {found}")
+    if newest is None:
+        return miss(
+            f"NVIDIA {found}, and its library libcuda.so.1 does not load",
+            "install NVIDIA's driver, or start the container with its GPUs (docker run --gpus all)",
+        )
+    found = f"NVIDIA {found}, for CUDA up to {dotted(newest)}"
+    update = (
+        f"update the driver ({_OLDEST['driver']} or later for CUDA 12, {_OLDEST['driver_13']} for CUDA 13)"
+    )
+    if newest < _OLDEST["cuda"]:
+        return miss(f"{found}; torch {dotted(_OLDEST['torch'])} and later bring CUDA 12 or 13", update)
+    if software.build != "cuda" or newest >= software.library:
+        return ok(found)
+    built = f"torch was built for CUDA {dotted(software.library)}"
+    fix = f"{update}, or install {_right_build(facts, 'nvidia')}"
+    if newest[0] < software.library[0]:
+        return miss(f"{found}; {built}", fix)
+    return warn(f"{found}; {built}: it runs, without what is newer than the driver", fix)

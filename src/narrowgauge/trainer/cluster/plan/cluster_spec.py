@@ -1,0 +1,170 @@
+"""The specification of a cluster: a TOML file of figures, each with its source in a comment.
+
+    title = "Our cluster"
+    device = "NVIDIA H100 SXM"
+    gpu = "sm_90"               # or gfx942, or cpu: the formats with native matmuls (`recipes --device`)
+    devices_per_node = 8
+    memory = "79.2GiB"          # per device, as its driver reports it
+    memory_bandwidth = 3.35e12  # bytes/s
+    inside = 450e9              # bytes/s that a device sends to others of its node while it receives
+    between = 50e9              # bytes/s to other nodes, per device
+    host = 55e9                 # bytes/s to and from the host's memory
+    price = "3.50 USD"          # per device-hour; optional
+    vector = 67e12              # fp32 FLOP/s outside the matrix units; default: peak.fp32
+
+    [peak]                      # dense FLOP/s of matmuls: the reference of MFU
+    bf16 = 989e12
+
+    [attainable]                # measured FLOP/s of large matmuls; default: the share measured for bf16
+    bf16 = 794.5e12
+
+    [[measured]]                # a measured run, repeatable: the basis of the column "expect" of `plan`
+    run = "torchtitan, Llama-3 8B, bf16, compiled"
+    devices = 8
+    parameters = 8.03e9
+    format = "bf16"             # of its matmuls
+    tokens_per_s = 6667         # per device
+    at_best = 9000              # `plan`'s "at best" for the same settings
+    source = "github.com/pytorch/torchtitan"
+
+A recipe is native where `gpu` multiplies its formats (`recipes.choose_backend`), and emulated elsewhere.
+Without `gpu`, low-precision recipes are priced as emulated.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from narrowgauge.recipes import Device, named_device
+from narrowgauge.system.errors import UserError, ending_with, unknown
+from narrowgauge.system.files import named_text, shipped_names, shipped_text, unknown_name
+from narrowgauge.system.units import parse_bytes
+from narrowgauge.trainer.cluster.data_file import Table, read_tables
+from narrowgauge.trainer.cluster.plan.budget import Price, parse_price
+
+_SHIPPED = "trainer/cluster/plan/machines"
+FORMATS = ("bf16", "fp16", "fp8", "fp6", "fp4", "fp32")
+
+
+class MeasuredRun(Table):
+    """A measured run on a cluster, and the speed at best for its settings."""
+
+    run: str
+    devices: int = Field(ge=1)
+    parameters: float = Field(gt=0)
+    format: Literal["bf16", "fp16", "fp8", "fp6", "fp4", "fp32"] = "bf16"
+    tokens_per_s: float = Field(gt=0)
+    at_best: float = Field(gt=0)
+    source: str
+
+    @property
+    def share(self) -> float:
+        """Measured speed divided by the speed at best."""
+        return self.tokens_per_s / self.at_best
+
+
+def _read_by(read: Callable[[str], object]) -> AfterValidator:
+    """Refuse a text that a function cannot read; "" stands for none."""
+
+    def check(text: str) -> str:
+        if text:
+            read(text)
+        return text
+
+    return AfterValidator(check)
+
+
+class Cluster(Table):
+    """A cluster of identical devices; units are bytes, bytes/s and FLOP/s."""
+
+    title: str
+    device: str = ""
+    gpu: Annotated[str, _read_by(named_device)] = ""
+    devices_per_node: int = Field(ge=1)
+    memory: Annotated[str, _read_by(parse_bytes)]
+    memory_bandwidth: float = Field(gt=0)
+    inside: float = Field(gt=0)
+    between: float = Field(gt=0)
+    host: float = Field(gt=0)
+    price: Annotated[str, BeforeValidator(str), _read_by(partial(parse_price, "price"))] = ""
+    vector: float = Field(0.0, ge=0)
+    peak: Mapping[str, float]
+    attainable: Mapping[str, float] = {}
+    measured: tuple[MeasuredRun, ...] = ()
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of memory per device."""
+        return parse_bytes(self.memory)
+
+    @property
+    def device_hour(self) -> Price | None:
+        """The price of a device-hour, if the file has one."""
+        return parse_price("price", self.price) if self.price else None
+
+    @property
+    def facts(self) -> Device:
+        """The facts that decide which matmuls are native; without `gpu`, no low-precision ones are."""
+        return named_device(self.gpu) if self.gpu else Device(maker="unknown")
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether Triton's kernels run on the device (`kernels/dispatch.py`)."""
+        return self.facts.has_triton
+
+    @property
+    def lane_rate(self) -> float:
+        """Instructions/s of all fp32 lanes; a fused multiply-add counts as two operations."""
+        return (self.vector or self.peak.get("fp32", min(self.peak.values()))) / 2
+
+    def format_for(self, compute: str) -> str:
+        """The format of matmuls in `compute`: `compute` itself, or fp32 if the device lacks it.
+
+        A file without fp32 has bf16.
+        """
+        return compute if compute in self.peak else "fp32" if "fp32" in self.peak else "bf16"
+
+    def speed(self, name: str) -> float:
+        """FLOP/s of large matmuls: measured, or the format's peak times the share measured for bf16."""
+        if name in self.attainable:
+            return self.attainable[name]
+        base = next((n for n in ("bf16", "fp16", "fp32") if n in self.attainable and n in self.peak), None)
+        return self.peak[name] * (self.attainable[base] / self.peak[base] if base else 1.0)
+
+
+def cluster_names() -> list[str]:
+    """Names of the shipped clusters."""
+    return shipped_names(_SHIPPED)
+
+
+def cluster_name(name: str) -> str:
+    """The whole name of a shipped cluster, as rtx4090 for 4090; the path of a `.toml` file as it is."""
+    names = cluster_names()
+    whole = name if name.endswith(".toml") else ending_with(name, names)
+    if whole not in names and not whole.endswith(".toml"):
+        raise unknown_name("cluster", name, names)
+    return whole
+
+
+def load_cluster(name: str) -> Cluster:
+    """Load a shipped cluster by name (`cluster_name`), or another by the path of its `.toml` file."""
+    if name.endswith(".toml"):
+        return parse_cluster(named_text("cluster", name, cluster_names()), name)
+    whole = cluster_name(name)
+    return parse_cluster(shipped_text(_SHIPPED, whole), f"{whole}.toml")
+
+
+def parse_cluster(text: str, file: str) -> Cluster:
+    """Parse the TOML text of a cluster."""
+    cluster = read_tables(Cluster, "cluster", text, file)
+    for section in ("peak", "attainable"):
+        for name, speed in getattr(cluster, section).items():
+            if name not in FORMATS:
+                raise unknown(f"format of {file}", f"{section}.{name}", FORMATS)
+            if speed <= 0:
+                raise UserError(f"{file}: {section}.{name} is {speed}; FLOP/s are positive")
+    if "bf16" not in cluster.peak and "fp32" not in cluster.peak:
+        raise UserError(f"{file}: [peak] has neither bf16 nor fp32; one of them is what MFU refers to")
+    return cluster

@@ -1,0 +1,234 @@
+"""Plans a run before it starts: memory by class, traffic, time and cost.
+
+The memory estimate is that of `train` (`simulate/memory_estimate.py`), so a plan and the run have the same
+classes. The time at best (`estimate.py`) and the expected share of it (`expect.py`) refer to a cluster
+described by a file (`cluster_spec.py`). `plan_text.py` prints a plan.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from narrowgauge.distributed import ParallelDims, resolve_dims
+from narrowgauge.recipes import Backend, choose_backend, device_facts
+from narrowgauge.system.devices import Device, imagine
+from narrowgauge.system.units import human_bytes
+from narrowgauge.trainer.cluster.plan.budget import Price
+from narrowgauge.trainer.cluster.plan.cluster_spec import Cluster
+from narrowgauge.trainer.cluster.plan.estimate import Estimate, estimate
+from narrowgauge.trainer.cluster.plan.expect import Expectation, counted_expectation, expectation
+from narrowgauge.trainer.cluster.plan.fewest import Fewest, fewest_devices
+from narrowgauge.trainer.models import count_parameters
+from narrowgauge.trainer.runs import choose_device, lay_out
+from narrowgauge.trainer.runs.monitor.memory_check import room_here
+from narrowgauge.trainer.simulate import Memory, Room, StepEstimate, WholeCount, estimate_step, fitting
+from narrowgauge.trainer.training import Config
+from narrowgauge.trainer.training.config.micro_batch import fitting_sizes, next_batch_size
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The facts of a run that are known before it starts.
+
+    Attributes:
+        room: the memory available to a step.
+        fewest: the smallest number of devices that a step fits on; None if there is none.
+        fitting: if it does not fit, the smallest change of options with which it fits on these devices, and
+            the memory with them; None if there is none.
+        backend: whether the recipe is native on the device; None if the device is unknown.
+        gpu: the facts of the device for which memory is counted; None if it is unknown.
+        time: the time at best; None without a cluster.
+        expected: the expected share of it; None without a count and without measured runs.
+        chosen: sentences about values that were chosen because the user set none.
+    """
+
+    config: Config
+    parallel_dims: ParallelDims
+    step: StepEstimate
+    room: Room
+    fewest: Fewest | None
+    backend: Backend | None
+    gpu: Device | None = None
+    time: Estimate | None = None
+    expected: Expectation | None = None
+    cluster: Cluster | None = None
+    chosen: tuple[str, ...] = ()
+    fitting: tuple[str, Memory] | None = None
+
+    @property
+    def copy(self) -> int:
+        """Bytes of host memory for the copy of the state that an asynchronous save makes."""
+        return self.room.copy(self.step.memory, self.parallel_dims)
+
+    @property
+    def reserved(self) -> int:
+        """Bytes of the limited memory that no tensor takes: fragmentation, and the driver's context."""
+        return self.room.reserved(self.step.memory)
+
+    @property
+    def needed(self) -> int:
+        """Bytes that a step needs of the limited memory."""
+        return self.room.needed(self.step.memory, self.parallel_dims)
+
+    @property
+    def fits(self) -> bool:
+        """Whether a step fits into the memory."""
+        return self.needed <= self.room.limit
+
+
+def make_plan(
+    config: Config,
+    devices: int = 1,
+    cluster: Cluster | None = None,
+    show: Callable[[str], object] = lambda text: None,
+) -> Plan:
+    """Plan a configuration for a number of devices of a cluster, or of this machine (None).
+
+    `show` is called with a few words before each part, which takes seconds. A `[parallel]` that does not fit
+    the devices, and a native matmul that is required and that they lack, are a `UserError`.
+    """
+    config, batch_choice = _with_batch_size(config, devices)
+    layout = lay_out(config, devices)
+    config, parallel_dims = layout.config, layout.parallel_dims
+    chosen = tuple(filter(None, (batch_choice, layout.choice)))
+    room, gpu = room_of(config, cluster), cluster.facts if cluster else _device_here(config)
+    with imagine(gpu):
+        show(f"the memory of a step of {config.model.name} ...")
+        step = estimate_step(config, parallel_dims)
+        if room.fits(step.memory, parallel_dims) and parallel_dims.data == 1:
+            fewest: Fewest | None = Fewest(parallel_dims, config.training.micro_batch_size, step.memory)
+        else:
+            show("the smallest number of devices that fits ...")
+            fewest = fewest_devices(config, parallel_dims, step.memory, room.limit, room.fits)
+        change = None
+        if not room.fits(step.memory, parallel_dims):
+            show(f"it does not fit into {human_bytes(room.limit)}; the smallest change that fits ...")
+            change = fitting(config, lambda m: room.fits(m, parallel_dims), room.has_host, parallel_dims)
+    if cluster is None:
+        backend = choose_backend(config.spec.recipe, gpu, config.recipe.backend) if gpu else None
+        return Plan(config, parallel_dims, step, room, fewest, backend, gpu, chosen=chosen, fitting=change)
+    show("the time of a step ...")
+    time, expected = expected_time(config, parallel_dims, cluster, step)
+    return Plan(
+        *(config, parallel_dims, step, room, fewest, time.backend, gpu),
+        *(time, expected, cluster, chosen, change),
+    )
+
+
+def expected_time(
+    config: Config,
+    parallel_dims: ParallelDims,
+    cluster: Cluster,
+    step: StepEstimate,
+    count: WholeCount | None = None,
+) -> tuple[Estimate, Expectation | None]:
+    """The time of a step at best, and the share of it that a run is expected to reach; as `estimate`."""
+    time = estimate(config, parallel_dims, cluster, step, count)
+    measured = expectation(cluster.measured, parallel_dims.size, step.memory.parameters, time.format)
+    is_counted = cluster.facts.is_gpu and parallel_dims.size == 1 and not config.training.compile
+    counted = time.count if is_counted else None
+    return time, counted_expectation(counted, time.seconds, measured, time.copies)
+
+
+def room_of(config: Config, cluster: Cluster | None) -> Room:
+    """The memory that a step of a configuration may take."""
+    if cluster is None:
+        return room_here(config, choose_device(config.training.device))
+    source = cluster.device or cluster.title
+    return Room.of(config, cluster.memory_bytes, source, has_host=cluster.device != "CPU")
+
+
+def _device_here(config: Config) -> Device | None:
+    """The facts of this machine's device; None where a memory limit represents another one."""
+    return None if config.training.memory_limit else device_facts(choose_device(config.training.device))
+
+
+def _with_batch_size(config: Config, devices: int) -> tuple[Config, str]:
+    """The configuration, with a batch that the devices can share if the user set none; and a sentence about
+    it.
+
+    A plan explores numbers of devices. `train` refuses such a batch, since the batch is part of the training.
+    """
+    t = config.training
+    dims = resolve_dims(ParallelDims(**config.parallel.model_dump()), devices)
+    sizes = fitting_sizes(t.batch_size, dims)
+    if "batch_size" in t.model_fields_set or (sizes if t.fit_micro_batch else t.micro_batch_size in sizes):
+        return config, ""
+    batch_size = next_batch_size(t, dims)
+    return config.with_training(batch_size=batch_size), (
+        f"--training.batch_size {batch_size}, which was chosen: the default of {t.batch_size} does not fit "
+        f"{devices} devices, and train would refuse it"
+    )
+
+
+def price_of(plan: Plan, asked: Price | None) -> Price | None:
+    """The price of a device-hour: the requested one, else the cluster's."""
+    return asked or (plan.cluster.device_hour if plan.cluster else None)
+
+
+def cost_of(plan: Plan, tokens: int, price: Price | None, share: float = 1.0) -> dict[str, float]:
+    """Days, device-hours and price of a token budget, at a share of the best speed."""
+    assert plan.time is not None
+    days = tokens / plan.time.tokens * plan.time.seconds / share / 86400
+    hours = days * 24 * plan.parallel_dims.size
+    return {"days": days, "device-hours": hours, "price": hours * price.amount if price else 0.0}
+
+
+_STEP = (
+    "products",
+    "casts",
+    "passes",
+    "update",
+    "copies",
+    "waiting",
+    "bubble",
+    "seconds",
+    "mfu",
+    "tokens",
+    "format",
+)
+
+
+def as_json(plan: Plan, tokens: int = 0, asked: Price | None = None) -> dict[str, Any]:
+    """The plan as JSON-ready values."""
+    room = {name: getattr(plan, name) for name in ("reserved", "needed", "fits", "copy")}
+    memory = plan.step.memory.as_json() | {"limit": plan.room.limit} | room
+    table: dict[str, Any] = {
+        "memory": memory,
+        "parameters": plan.step.memory.parameters,
+        "devices": plan.parallel_dims.size,
+        "fewest_devices": plan.fewest.parallel_dims.size if plan.fewest else None,
+        "backend": {"name": plan.backend.name, "reason": plan.backend.reason} if plan.backend else None,
+    }
+    if plan.config.spec.model.experts:
+        table["active_parameters"] = count_parameters(plan.config.spec.model, active=True)
+    if plan.fitting is not None:
+        table["fits_with"] = {"options": plan.fitting[0], "peak": plan.fitting[1].peak}
+    if plan.chosen:
+        table["chosen"] = list(plan.chosen)
+    if plan.time is None:
+        return table
+    time, price = plan.time, price_of(plan, asked)
+    budget = tokens or plan.config.training.steps * time.tokens
+    table["step"] = {name: getattr(time, name) for name in _STEP}
+    table["sent"] = [
+        {key: getattr(v, key) for key in ("purpose", "ranks", "inside", "between", "seconds")}
+        for v in time.volumes
+    ]
+    if time.attention:
+        table["attention"] = {"products": time.attention}
+    currency = {"currency": price.currency, "device_hour": price.amount} if price else {}
+    table["run"] = {"tokens": budget, **cost_of(plan, budget, price), **currency}
+    if (e := plan.expected) is not None:
+        table["expect"] = {
+            "share": e.share,
+            "least": e.least,
+            "most": e.most,
+            "seconds": time.seconds / e.share,
+            "mfu": time.mfu * e.share,
+            "runs": [run.model_dump() for run in e.runs],
+            **cost_of(plan, budget, price, e.share),
+        }
+        if e.counted is not None:
+            table["expect"]["counted"] = {"seconds": e.counted.seconds, "speeds": e.counted.words}
+    return table

@@ -1,0 +1,96 @@
+"""Prints the measured scaling: a table for each mode, bandwidths, the verdict, warnings."""
+
+from rich.console import Console
+from rich.table import Table
+
+from narrowgauge.system.units import human_bytes, human_count
+from narrowgauge.trainer.cluster.scaling.scaling import Scaling
+from narrowgauge.trainer.cluster.scaling.statistics import Row
+
+_TITLES = {
+    "strong": "strong: the same batch in all",
+    "weak": "weak: the same batch for each process",
+}
+_COLUMNS = (
+    "procs",
+    "batch",
+    "step, ms",
+    "rounds",
+    "tokens/s",
+    "speed-up",
+    "efficiency",
+    "communication",
+)
+
+
+def print_scaling(result: Scaling, console: Console) -> None:
+    """Print the figures, the verdict and the warnings."""
+    f = result.facts
+    star = "*" if f["backend"] == "emulated" else ""
+    console.print(
+        f"{f['model']}, {f['parameters']:,} parameters, recipe {f['recipe']} ({f['backend']}), "
+        f"sequences of {f['sequence_length']} tokens, {f['device']}",
+        highlight=False,
+        markup=False,
+    )
+    for mode, title in _TITLES.items():
+        table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+        for column in _COLUMNS:
+            table.add_column(column, justify="right")
+        for row in result.rows:
+            if row.mode == mode:
+                table.add_row(*_cells(row, star))
+        console.print(f"\n{title}", style="bold", highlight=False)
+        console.print(table)
+    console.print()
+    for line in _notes(result):
+        console.print(line, highlight=False, markup=False)
+    console.print(result.verdict, style="bold", highlight=False, markup=False)
+    for warning in result.warnings:
+        console.print(f"WARNING {warning}", style="yellow", highlight=False, markup=False)
+
+
+def _cells(row: Row, star: str) -> list[str]:
+    low, high = min(row.round_ms), max(row.round_ms)
+    batch = f"{row.batch_size // row.micro_batch_size} x {row.micro_batch_size}"
+    return [
+        str(row.processes),
+        batch,
+        _ms(row.step_ms),
+        f"{_ms(low)}-{_ms(high)}",
+        f"{human_count(row.tokens_per_s)}{star}",
+        f"{row.speed_up:.2f}x",
+        f"{row.efficiency:.0%}",
+        f"{row.communication:.0%}",
+    ]
+
+
+def _ms(milliseconds: float) -> str:
+    return f"{milliseconds:.{0 if milliseconds >= 100 else 1}f}"
+
+
+def _notes(result: Scaling) -> list[str]:
+    notes = [
+        "batch: micro-batches of all processes x sequences of each; communication: the share of a step in "
+        "which a process waits for the others, excluding what overlaps with computation",
+        result.compared,
+    ]
+    if result.facts["backend"] == "emulated":
+        notes.append("* emulated arithmetic: not the speed of the format in hardware")
+    for one in result.all_reduce:
+        notes.append(
+            f"all-reduce of {human_bytes(one['bytes'])} over {one['processes']:.0f} processes: "
+            f"{one['ms']:.1f} ms, "
+            f"{one['algorithm_bandwidth'] / 1e9:.2f} GB/s (bus {one['bus_bandwidth'] / 1e9:.2f} GB/s)"
+        )
+    weak = [row for row in result.rows if row.mode == "weak"]
+    return [*notes, *(_break_even(row, weak[0]) for row in weak[1:])]
+
+
+def _break_even(row: Row, fewest: Row) -> str:
+    what = f"{row.processes} processes become faster than {fewest.processes}"
+    if row.break_even_tokens is None:
+        return f"estimate: {what} at no batch"
+    if row.break_even_tokens < 1:
+        return f"estimate: {what} at any batch"
+    return f"estimate: {what} from about {human_count(row.break_even_tokens)} tokens a process and step on"

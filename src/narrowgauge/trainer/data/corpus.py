@@ -1,0 +1,161 @@
+"""A prepared corpus: a directory of files that are published together and never changed afterwards.
+
+| file             | content                                                                          |
+|------------------|----------------------------------------------------------------------------------|
+| `train.bin`      | the training tokens, in the layout of `token_file`; if there are too many for    |
+|                  | one file, `train_000000.bin` and so on                                           |
+| `val.bin`        | the tokens of the held-out documents, in the same layout                         |
+| `tokenizer.json` | the tokenizer                                                                    |
+| `rejected.jsonl` | the rejected records, with location and reason; absent if there are none         |
+| `manifest.json`  | sources, options, and the sha256 of the other files                              |
+
+The `digest` identifies the content: it is computed from the tokenizer, every document and the held-out share,
+and from nothing else. Two corpora with the same digest hold the same tokens (if the same version of
+`tokenizers` trained them). The `request` identifies the inputs: the digests of the files read, the tokenizer
+and the options.
+"""
+
+import json
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, cast, get_origin
+
+from narrowgauge.system.errors import UserError
+from narrowgauge.system.files import sha256_of
+from narrowgauge.trainer.data.token_files.token_file import (
+    TokenFile,
+    Tokens,
+    damaged,
+    open_token_file,
+    verify_token_file,
+)
+from narrowgauge.trainer.data.token_files.token_stream import TokenStream
+from narrowgauge.trainer.data.tokenization.formats import TOKENIZER_FILE
+from narrowgauge.trainer.data.tokenization.tokenizer import Tokenizer, load_tokenizer
+
+LAYOUT_VERSION = 2
+MANIFEST_FILE = "manifest.json"
+
+
+@dataclass(frozen=True)
+class CorpusManifest:
+    """The content of manifest.json; digests are hexadecimal sha256."""
+
+    layout: int
+    version: str
+    source: str
+    files: list[dict[str, Any]]  # name, bytes and sha256 of each input
+    tokenizer: str  # the name the user asked for
+    tokenizer_identity: str  # `tokenization.names.tokenizer_identity` of it
+    options: dict[str, Any]
+    request: str
+    digest: str
+    documents_sha256: str
+    vocab_size: int
+    dtype: str
+    train_documents: int
+    val_documents: int
+    duplicates: int
+    rejected: int
+    train_tokens: int
+    val_tokens: int
+    train: list[dict[str, Any]]  # name, tokens and sha256 of each file
+    val: list[dict[str, Any]]
+    tokenizer_sha256: str
+
+    def to_json(self) -> str:
+        """The text of manifest.json. It has no times and no paths, so that manifests can be compared."""
+        return json.dumps(asdict(self), indent=2) + "\n"
+
+
+@dataclass(frozen=True, eq=False)
+class Corpus:
+    """A prepared corpus; `train` and `val` are read-only token ids, memory-mapped from their files."""
+
+    directory: Path
+    tokenizer: Tokenizer
+    train: Tokens
+    val: Tokens
+    digest: str
+    manifest: CorpusManifest
+
+
+def is_corpus(directory: Path) -> bool:
+    """Whether the directory holds a prepared corpus, intact or damaged."""
+    try:
+        return (directory / MANIFEST_FILE).is_file() and (directory / TOKENIZER_FILE).is_file()
+    except OSError:  # a name that is too long, a locked folder: the next reader reports it
+        return False
+
+
+def open_corpus(directory: Path, verify: bool = True) -> Corpus:
+    """Open the prepared corpus in `directory`.
+
+    Args:
+        directory: The directory of the corpus.
+        verify: Whether to check the digest of every file, not only lengths and headers.
+
+    Raises:
+        UserError: the directory is not a prepared corpus, or a file has changed since it was written.
+    """
+    manifest = read_manifest(directory)
+    tokenizer_path = directory / TOKENIZER_FILE
+    if not tokenizer_path.is_file():
+        raise damaged(tokenizer_path, "it is missing")
+    if verify and sha256_of(tokenizer_path, follow_links=True) != manifest.tokenizer_sha256:
+        raise damaged(tokenizer_path, "its sha256 has changed since it was written")
+    train = _open_part(directory, manifest, manifest.train, verify)
+    val = _open_part(directory, manifest, manifest.val, verify)
+    tokenizer = load_tokenizer(tokenizer_path)
+    if tokenizer.vocab_size != manifest.vocab_size:
+        raise damaged(
+            tokenizer_path, f"it has {tokenizer.vocab_size} ids, but the tokens need {manifest.vocab_size}"
+        )
+    return Corpus(directory, tokenizer, train, val, manifest.digest, manifest)
+
+
+def _open_part(
+    directory: Path, manifest: CorpusManifest, files: list[dict[str, Any]], verify: bool
+) -> Tokens:
+    parts = []
+    for facts in files:
+        path, expected = directory / facts["name"], TokenFile(facts["tokens"], facts["sha256"])
+        if verify:
+            verify_token_file(path, expected, manifest.vocab_size)
+        parts.append(open_token_file(path, expected))
+    return parts[0] if len(parts) == 1 else cast(Tokens, TokenStream(tuple(parts)))
+
+
+def read_manifest(directory: Path) -> CorpusManifest:
+    """The manifest of the corpus in `directory`; a `UserError` if it is missing, damaged or outdated."""
+    path = directory / MANIFEST_FILE
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+    except OSError:
+        raise UserError(
+            f"there is no prepared corpus in {directory}; make one with "
+            f"`narrowgauge prepare SOURCE --out {directory}`"
+        ) from None
+    except ValueError as error:
+        raise damaged(path, f"it is not JSON ({error})") from None
+    if not isinstance(facts, dict) or "layout" not in facts:
+        raise UserError(f"{path} is not the manifest of a prepared corpus; name another directory")
+    if type(layout := facts.get("layout")) is int and layout != LAYOUT_VERSION:
+        raise UserError(
+            f"the corpus in {directory} has layout {layout}, but this narrowgauge reads layout "
+            f"{LAYOUT_VERSION}; delete the directory and prepare it again"
+        )
+    types = {field.name: get_origin(field.type) or field.type for field in fields(CorpusManifest)}
+    if {name: type(value) for name, value in facts.items()} != types:
+        raise damaged(path, f"its keys or their types do not match {', '.join(types)}")
+    for part in (facts["train"], facts["val"]):
+        if not part or not all(_is_file(entry) for entry in part):
+            raise damaged(path, "an entry for a token file lacks its name, token count or sha256")
+    return CorpusManifest(**facts)
+
+
+def _is_file(entry: object) -> bool:
+    types = {"name": str, "tokens": int, "sha256": str}
+    if not isinstance(entry, dict) or {key: type(value) for key, value in entry.items()} != types:
+        return False
+    return "/" not in entry["name"] and "\\" not in entry["name"]

@@ -1,0 +1,174 @@
+"""Batches: windows of a token stream, with a target for each token.
+
+A window is `sequence_length` consecutive tokens; window w starts at token w x sequence_length. Windows do not
+overlap, and every token is an input once an epoch. The target of a token is the next token: y is x shifted by
+one, and the last target of a window is the first token of the next window.
+
+Documents are therefore packed: a window holds the end of one, some complete ones and the start of another. By
+default they are not separated, and the model learns what the end-of-document id between them means. With
+`separate_documents`, each token comes with its position in its document (`token_stream`), so that a model can
+restrict attention to the document. The first token of the next document is then not predicted: its target is
+IGNORED, unless it is the end-of-document id, which marks how a document ends.
+
+Shapes: B sequences in a batch, T = sequence_length tokens in a sequence.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.data.loading.sample_order import mixed_samples
+from narrowgauge.trainer.data.token_files.token_file import Tokens
+from narrowgauge.trainer.data.token_files.token_stream import Mixture, TokenStream, as_mixture
+from narrowgauge.trainer.models import IGNORED
+
+Source = Mixture | TokenStream | Tokens
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """A batch; unpacks into x_BT and y_BT."""
+
+    x_BT: torch.Tensor  # token ids, int64
+    y_BT: torch.Tensor  # targets, int64
+    targets: int  # the number of targets that are not IGNORED
+    position_BT: torch.Tensor | None = None  # within the document, with `separate_documents`
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter((self.x_BT, self.y_BT))
+
+    @property
+    def ignores(self) -> bool:
+        """Whether any target is IGNORED."""
+        return self.targets < self.y_BT.numel()
+
+    def to(self, device: torch.device) -> "Batch":
+        """The batch on `device`; the copy is asynchronous from pinned memory."""
+        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pinned(self) -> "Batch":
+        """The batch in pinned memory."""
+        return self._each(torch.Tensor.pin_memory)
+
+    def _each(self, do: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
+        position = self.position_BT
+        moved = None if position is None else do(position)
+        return replace(self, x_BT=do(self.x_BT), y_BT=do(self.y_BT), position_BT=moved)
+
+
+def count_windows(tokens: Source, sequence_length: int, part: str = "training") -> int:
+    """The number of windows in `tokens`, which is the number of samples in an epoch.
+
+    Raises:
+        UserError: a stream is shorter than one window and its last target; the message names `part`.
+    """
+    return sum(_windows(as_mixture(tokens), sequence_length, part))
+
+
+def training_batch(
+    tokens: Source,
+    seed: int,
+    first_sample: int,
+    count: int,
+    sequence_length: int,
+    separate_documents: bool = False,
+) -> Batch:
+    """Samples first_sample .. first_sample + count - 1 of the run, on the CPU.
+
+    Each rank requests its own slice of the samples of a step.
+
+    Args:
+        tokens: The training tokens.
+        seed: Seed of the sample order.
+        first_sample: Number of the first sample, counted from the start of the run.
+        count: B, the number of samples.
+        sequence_length: T.
+        separate_documents: Whether to return positions within documents; see the module.
+
+    Returns:
+        x_BT and y_BT of int64, shape (count, sequence_length).
+
+    Raises:
+        UserError: as `count_windows`.
+    """
+    mixture = as_mixture(tokens)
+    windows = _windows(mixture, sequence_length, "training")
+    stream_B, window_B = mixed_samples(seed, first_sample, count, windows, mixture.shares)
+    return _batch(mixture, stream_B, window_B, sequence_length, separate_documents)
+
+
+def validation_batches(
+    tokens: Source,
+    batch_size: int,
+    sequence_length: int,
+    limit: int | None = None,
+    separate_documents: bool = False,
+    sequences: int | None = None,
+) -> Iterator[Batch]:
+    """Held-out batches on the CPU, the same on every call.
+
+    Args:
+        tokens: The held-out tokens.
+        batch_size: Sequences in a batch. The last batch may have fewer, so weight losses by `targets`.
+        sequence_length: T.
+        limit: The maximum number of batches; None = no limit.
+        separate_documents: As for `training_batch`.
+        sequences: The maximum number of sequences, in place of `limit`; it does not depend on `batch_size`.
+            If there are more windows, the selected ones are spread evenly over the tokens of all streams.
+
+    Raises:
+        UserError: as `count_windows`, when called, not during the iteration.
+    """
+    mixture = as_mixture(tokens)
+    end_S = np.cumsum(_windows(mixture, sequence_length, "held-out"))
+    windows = int(end_S[-1])
+    if sequences is None and limit is not None:
+        sequences = limit * batch_size
+    taken = windows if sequences is None else min(windows, sequences)
+    window_N = np.arange(taken, dtype=np.int64) * windows // taken
+    stream_N = np.searchsorted(end_S, window_N, side="right")
+    window_N -= np.append(0, end_S)[stream_N]
+    parts = (slice(start, start + batch_size) for start in range(0, taken, batch_size))
+    return (_batch(mixture, stream_N[p], window_N[p], sequence_length, separate_documents) for p in parts)
+
+
+def _windows(mixture: Mixture, sequence_length: int, part: str) -> list[int]:
+    """The number of windows of each stream."""
+    assert sequence_length >= 1
+    windows = [(len(stream) - 1) // sequence_length for stream in mixture.streams]
+    if min(windows) < 1:
+        size = min(map(len, mixture.streams))
+        raise UserError(
+            f"the {part} part of the data holds {size} tokens, and a sequence of {sequence_length} "
+            f"needs {sequence_length + 1}; provide more text or set data.sequence_length to "
+            f"{max(size - 1, 1)} or less"
+        )
+    return windows
+
+
+def _batch(
+    mixture: Mixture,
+    stream_B: NDArray[np.int64],
+    window_B: NDArray[np.int64],
+    sequence_length: int,
+    separate_documents: bool,
+) -> Batch:
+    rows = np.empty((len(window_B), sequence_length + 1), dtype=np.int64)
+    positions = np.empty((len(window_B), sequence_length), dtype=np.int64) if separate_documents else None
+    targets = np.empty((len(window_B), sequence_length), dtype=np.int64)
+    for b, (number, window) in enumerate(zip(stream_B, window_B, strict=True)):
+        stream, start = mixture.streams[number], int(window) * sequence_length
+        rows[b] = stream[start : start + sequence_length + 1]
+        targets[b] = rows[b, 1:]
+        if positions is not None:
+            position = stream.positions(start, rows[b])
+            positions[b] = position[:-1]
+            begins_next = (position[1:] == 0) & ~np.isin(targets[b], stream.boundaries)
+            targets[b, begins_next] = IGNORED
+    x_BT, y_BT = torch.from_numpy(rows)[:, :-1].contiguous(), torch.from_numpy(targets)
+    counted = int((targets != IGNORED).sum())
+    return Batch(x_BT, y_BT, counted, None if positions is None else torch.from_numpy(positions))

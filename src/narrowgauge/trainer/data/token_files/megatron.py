@@ -1,0 +1,159 @@
+"""Megatron's token files: two files that share a name.
+
+NAME.bin holds the concatenated ids of all sequences, without a header. NAME.idx locates the sequences; its
+values are little-endian and unpadded:
+
+| bytes          | content                                                                              |
+|----------------|--------------------------------------------------------------------------------------|
+| 0 to 8         | `MMIDIDX\\0\\0`                                                                        |
+| 9 to 16        | uint64 version, 1                                                                    |
+| 17             | uint8 code of the ids' dtype                                                         |
+| 18 to 25       | uint64 S, the number of sequences                                                    |
+| 26 to 33       | uint64 D, the number of documents + 1                                                |
+| 4 S bytes      | int32 length of each sequence, in tokens                                             |
+| 8 S bytes      | int64 offset of each sequence in NAME.bin, in bytes                                  |
+| 8 D bytes      | int64 number of each document's first sequence; the first is 0, the last is S        |
+| S bytes        | int8 mode of each sequence: only in multimodal files, which are not read             |
+
+Codes: 1 uint8, 2 int8, 3 int16, 4 int32, 5 int64, 8 uint16. Codes 6 and 7 are float types whose order depends
+on the version; tokens are integers, so both are refused. `write_megatron` writes uint16 for vocabularies
+below 65500, and int32 otherwise.
+
+The end-of-document id, if there is one (`--append-eod`), comes *after* its document.
+
+Source: `megatron/core/datasets/indexed_dataset.py` of github.com/NVIDIA/Megatron-LM.
+"""
+
+import struct
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from narrowgauge.system.errors import UserError
+from narrowgauge.system.files import staged_file
+from narrowgauge.trainer.data.token_files.token_file import Tokens, unfit
+
+MAGIC = b"MMIDIDX\0\0"
+_LEGACY_MAGIC = b"TNTIDX\0\0"
+_FIXED = struct.Struct("<9sQBQQ")
+_DTYPES: dict[int, np.dtype[Any]] = {
+    code: np.dtype(name)
+    for code, name in ((1, "u1"), (2, "i1"), (3, "<i2"), (4, "<i4"), (5, "<i8"), (8, "<u2"))
+}
+_LARGEST_LENGTH = 2**31 - 1
+
+
+@dataclass(frozen=True, eq=False)
+class MegatronFile:
+    """The ids of NAME.bin, memory-mapped and read-only, and the position of each document's first token."""
+
+    tokens: Tokens
+    starts: NDArray[np.int64]
+
+
+def is_megatron_index(path: Path) -> bool:
+    """Whether the file begins like Megatron's .idx, in the current or the old layout."""
+    with path.open("rb") as file:
+        return file.read(len(MAGIC)).startswith((MAGIC, _LEGACY_MAGIC))
+
+
+def open_megatron(path: Path) -> MegatronFile:
+    """The tokens of `path`, which is NAME.bin or NAME.idx.
+
+    Raises:
+        UserError: the index is damaged, has another layout or dtype, or does not match its .bin.
+    """
+    index, data = path.with_suffix(".idx"), path.with_suffix(".bin")
+    try:
+        raw = np.memmap(index, dtype=np.uint8, mode="r")
+        size = data.stat().st_size
+    except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
+        reason = error.strerror if isinstance(error, OSError) else "it is empty"
+        missing = index if not index.exists() or isinstance(error, ValueError) else data
+        raise unfit(missing, f"{reason}, and Megatron's tokens are an .idx and a .bin") from None
+    dtype, lengths, places, documents = _index(index, raw)
+    ends = places + lengths.astype(np.int64) * dtype.itemsize
+    if (lengths < 0).any() or places[:1].any() or (places[1:] != ends[:-1]).any():
+        raise unfit(index, "its sequences do not lie end to end")
+    total = int(ends[-1]) if len(ends) else 0
+    if total != size:
+        raise unfit(
+            index, f"it does not match {data.name}: its sequences end at byte {total}, and that has {size}"
+        )
+    if total == 0:
+        raise unfit(data, "it holds no tokens")
+    tokens = np.memmap(data, dtype=dtype, mode="r")
+    edges = np.append(places, total) // dtype.itemsize
+    return MegatronFile(tokens, edges[documents[:-1]])
+
+
+def write_megatron(stem: Path, documents: Iterable[NDArray[Any]], vocab_size: int) -> tuple[Path, Path]:
+    """Write STEM.bin and STEM.idx, one sequence for each document, and return both paths.
+
+    The .idx appears last, so a pair with an .idx is complete.
+
+    Args:
+        stem: The common path of both files, without a suffix.
+        documents: Ids in [0, vocab_size), each document with the end-of-document id last, as Megatron
+            expects.
+        vocab_size: Selects the dtype.
+
+    Raises:
+        UserError: a document is too long for the layout.
+    """
+    dtype = np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
+    data, index = (stem.with_name(stem.name + suffix) for suffix in (".bin", ".idx"))
+    lengths = array("i")
+    with staged_file(data) as file:
+        for document in documents:
+            assert document.size == 0 or (document.min() >= 0 and document.max() < vocab_size)
+            if document.size > _LARGEST_LENGTH:
+                raise UserError(f"a document of {document.size} tokens is too long for {data}; split it")
+            file.write(document.astype(dtype).tobytes())
+            lengths.append(document.size)
+    length_S = np.array(lengths, dtype="<i4")
+    end_S = np.cumsum(length_S, dtype="<i8") * dtype.itemsize
+    place_S = end_S - length_S.astype("<i8") * dtype.itemsize
+    code = next(code for code, known in _DTYPES.items() if known == dtype)
+    with staged_file(index) as file:
+        file.write(_FIXED.pack(MAGIC, 1, code, len(length_S), len(length_S) + 1))
+        for part in (length_S, place_S, np.arange(len(length_S) + 1, dtype="<i8")):
+            file.write(part.tobytes())
+    return data, index
+
+
+def _index(
+    path: Path, raw: NDArray[np.uint8]
+) -> tuple[np.dtype[Any], NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
+    """(dtype of the ids, lengths, offsets, documents) of an index, whose size is checked."""
+    if raw[: len(_LEGACY_MAGIC)].tobytes() == _LEGACY_MAGIC:
+        raise unfit(path, "it is in Megatron's old layout (TNTIDX), which Megatron itself no longer reads")
+    if len(raw) < _FIXED.size or raw[: len(MAGIC)].tobytes() != MAGIC:
+        raise unfit(path, f"it does not begin like Megatron's index ({MAGIC!r} and {_FIXED.size} bytes)")
+    _, version, code, sequences, documents = _FIXED.unpack(raw[: _FIXED.size].tobytes())
+    if version != 1:
+        raise unfit(path, f"its version is {version}, and 1 is the only one known")
+    if code not in _DTYPES:
+        dtype = "floating-point numbers" if code in (6, 7) else "of an unknown type"
+        raise unfit(path, f"its dtype code {code} means that the ids are {dtype}, but ids are integers")
+    right = _FIXED.size + 12 * sequences + 8 * documents
+    if len(raw) == right + sequences and sequences:
+        raise unfit(path, "it has a mode for each sequence, as files of text and images have")
+    if len(raw) != right or documents < 1:
+        raise unfit(
+            path,
+            f"its header promises {sequences} sequences and {documents} document borders, so {right} bytes, "
+            f"but it has {len(raw)}",
+        )
+    at = _FIXED.size
+    lengths = np.frombuffer(raw, "<i4", sequences, at)
+    places = np.frombuffer(raw, "<i8", sequences, at + 4 * sequences)
+    borders = np.frombuffer(raw, "<i8", documents, at + 12 * sequences)
+    if borders[0] != 0 or borders[-1] != sequences or (np.diff(borders) < 0).any():
+        raise unfit(path, f"its documents do not go from sequence 0 to sequence {sequences} in order")
+    return _DTYPES[code], lengths, places, borders

@@ -1,0 +1,217 @@
+"""Tokenizers: from text to ids and back.
+
+Three tokenizers are built in, and any other is read from its files (`formats.py`):
+
+- `bytes`: id = byte of the UTF-8 text, 0 to 255; id 256 ends a document. It needs no training and can encode
+  any text.
+- `bpe-N`: byte-level byte pair encoding (Sennrich et al., arXiv 1508.07909; on bytes as in GPT-2). It starts
+  from the 256 bytes and, N - 257 times, gives a new id to the pair of ids that is most frequent in the
+  training text. Id 0 ends a document. A text too small to contain that many pairs gives fewer ids.
+- `ids-N`: for tokens without their tokenizer. Text is the ids themselves, in decimal, each after a space, and
+  the last of the N ends a document; `ids-50257` stands for GPT-2's.
+
+The first two decode to exactly the text they encoded. All are saved as a `tokenizer.json`, which other
+programs can read: `bytes` is a byte-level BPE without merges, and is recognised by that.
+
+The end of a document is an id that no text can produce: where a text happens to contain the characters
+`<|endoftext|>`, they are encoded like any other characters (`text_guard.py`).
+"""
+
+import hashlib
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as Library
+
+from narrowgauge.system.errors import UserError
+from narrowgauge.system.files import write_whole
+from narrowgauge.trainer.data.tokenization.formats import byte_characters, byte_level_bpe, read_library
+from narrowgauge.trainer.data.tokenization.text_guard import TextGuard
+
+END_OF_DOCUMENT = "<|endoftext|>"
+
+# Names for the id between documents in other tokenizers: GPT-2, Llama 3, Llama 2, Gemma; OLMo's and BERT's
+# kind; and nanochat, which like us begins a document with it.
+_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]", "<|bos|>")
+_PARALLELISM = "TOKENIZERS_PARALLELISM"
+
+
+@dataclass(frozen=True, eq=False)
+class Tokenizer:
+    """Converts text to ids and back.
+
+    Attributes:
+        library: The tokenizer of the `tokenizers` library.
+        vocab_size: The highest id + 1.
+        end_of_document: The id before every document.
+        is_bytes: Whether this is the `bytes` tokenizer.
+    """
+
+    library: Library
+    vocab_size: int
+    end_of_document: int
+    is_bytes: bool
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of `text`, without the end of a document.
+
+        Raises:
+            UserError: the text has a lone surrogate, or a word or character without an id.
+        """
+        utf8 = _utf8(text)
+        return list(utf8) if self.is_bytes else self._guard.checked(text, self._ids(text), self._ids)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` of each text, on all cores."""
+        for text in texts:
+            _utf8(text)  # refuses what the library would
+        try:
+            encodings = self.library.encode_batch_fast(list(texts), add_special_tokens=False)
+        except Exception as error:  # as in `_ids`
+            raise _cannot_encode(error) from None
+        pairs = zip(texts, encodings, strict=True)
+        return [self._guard.checked(text, encoding.ids, self._ids) for text, encoding in pairs]
+
+    @cached_property
+    def _guard(self) -> TextGuard:
+        return TextGuard(self.library)
+
+    def _ids(self, text: str) -> list[int]:
+        try:
+            return list(self.library.encode(text, add_special_tokens=False).ids)
+        except Exception as error:  # the library has no narrower type for a word without an id
+            raise _cannot_encode(error) from None
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of `ids`; never raises.
+
+        Bytes that are not UTF-8 become U+FFFD, ids outside the vocabulary are dropped, and the end of a
+        document is written as its name.
+        """
+        known = [int(i) for i in ids if 0 <= i < self.vocab_size]
+        return self.library.decode(known, skip_special_tokens=False)
+
+    def decode_after(self, prompt_ids: Sequence[int], new_ids: Sequence[int]) -> str:
+        """The text that `new_ids` add to the text of `prompt_ids`.
+
+        A decoder may drop the blank before the first word of a text, so both are decoded together.
+        """
+        before, text = self.decode(prompt_ids), self.decode([*prompt_ids, *new_ids])
+        return text.removeprefix(before) if text.startswith(before) else self.decode(new_ids)
+
+    def to_json(self) -> str:
+        """The text of tokenizer.json; equal for equal tokenizers."""
+        return self.library.to_str(pretty=True) + "\n"
+
+    @cached_property
+    def digest(self) -> str:
+        """The hexadecimal sha256 of `to_json`; tokenizers are equal if their digests are."""
+        return hashlib.sha256(self.to_json().encode("utf-8")).hexdigest()
+
+    def save(self, path: Path) -> None:
+        """Write the tokenizer.json to `path`, in full or not at all."""
+        write_whole(path, self.to_json())
+
+
+def bytes_tokenizer() -> Tokenizer:
+    """The tokenizer whose ids are the bytes of the text; 256 ends a document."""
+    return wrap_tokenizer(_bytes_library())
+
+
+def train_bpe(texts: Iterable[str], entries: int) -> Tokenizer:
+    """Train a byte-level BPE of at most `entries` ids on `texts`; the same texts give the same ids."""
+    library = byte_level_bpe({}, [])
+    trainer = trainers.BpeTrainer(
+        vocab_size=entries,
+        special_tokens=[END_OF_DOCUMENT],
+        initial_alphabet=byte_characters(),
+        show_progress=False,
+    )
+    library.train_from_iterator(texts, trainer)
+    return wrap_tokenizer(library)
+
+
+def ids_tokenizer(vocab_size: int, end_of_document: int) -> Tokenizer:
+    """The tokenizer whose text is token ids in decimal, as in `"464 3290"`; see `ids-N` above."""
+    assert 0 <= end_of_document < vocab_size
+    names = {str(i): i for i in range(vocab_size) if i != end_of_document}
+    library = Library(models.WordLevel(vocab=names | {END_OF_DOCUMENT: end_of_document}))
+    library.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    library.decoder = decoders.Replace(Regex("^"), " ")  # before each id, so that texts can be concatenated
+    return wrap_tokenizer(library)
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """Load the tokenizer in the file or folder `path`, in any format of `formats.py`.
+
+    Raises:
+        UserError: it is missing, is not a tokenizer, or has no id for the end of a document.
+    """
+    library = read_library(path)
+    # A file may contain settings for batches of padded sentences, which would change or drop tokens.
+    library.no_truncation()
+    library.no_padding()
+    return wrap_tokenizer(library, str(path))
+
+
+def wrap_tokenizer(library: Library, origin: str = "the tokenizer") -> Tokenizer:
+    """A tokenizer of the library as ours; a `UserError` if it has no id for the end of a document."""
+    vocabulary = library.get_vocab(with_added_tokens=True)
+    end = next((name for name in _ENDS if name in vocabulary), None)
+    if end is None:
+        special = sorted(token.content for token in library.get_added_tokens_decoder().values())
+        raise UserError(
+            f"{origin} has no id for the end of a document under a known name (its special tokens: "
+            f"{', '.join(special[:8]) or 'none'}); rename or add one in its file: {', '.join(_ENDS)}"
+        )
+    # By default the library matches special tokens in the text. `encode_special_tokens` prevents that, but
+    # only for special tokens, and in some files the end of a document is an ordinary entry.
+    library.add_special_tokens([AddedToken(end, special=True, normalized=False)])
+    library.encode_special_tokens = True
+    is_bytes = library.to_str() == _bytes_library().to_str()
+    return Tokenizer(library, max(vocabulary.values()) + 1, vocabulary[end], is_bytes)
+
+
+@contextmanager
+def parallel_tokenizing() -> Iterator[None]:
+    """Tokenize on all cores inside the block, and keep the library from warning about later forks.
+
+    The library warns at every later fork unless the variable TOKENIZERS_PARALLELISM is set. After the block
+    it stays at "false", with which a forked child tokenizes on one core and cannot deadlock. A value set by
+    the user is kept.
+    """
+    of_user = os.environ.get(_PARALLELISM)
+    os.environ[_PARALLELISM] = of_user or "true"
+    try:
+        yield
+    finally:
+        os.environ[_PARALLELISM] = of_user or "false"
+
+
+def _bytes_library() -> Library:
+    """The byte-level BPE without merges."""
+    library = byte_level_bpe({char: byte for byte, char in enumerate(byte_characters())}, [], "")
+    library.add_special_tokens([AddedToken(END_OF_DOCUMENT, special=True, normalized=False)])
+    return library
+
+
+def _cannot_encode(error: Exception) -> UserError:
+    return UserError(
+        f"the tokenizer has no id for a word of the text ({error}); a run on token ids whose "
+        "tokenizer is unknown expects ids as text, as in '464 3290'"
+    )
+
+
+def _utf8(text: str) -> bytes:
+    try:
+        return text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"the text holds half a surrogate pair (U+{ord(text[error.start]):04X}) at character "
+            f"{error.start}, which UTF-8 cannot encode; remove it"
+        ) from None

@@ -1,0 +1,159 @@
+"""Expert parallelism: each process of `expert` holds some experts of every layer and gets everyone's tokens.
+
+    counts      each process sends each other one the number of its tokens for the experts there
+    dispatch    tokens go to their experts                     backward: their gradients come back
+    combine     the experts' outputs come back                 backward: their gradients go to the experts
+
+The three are all-to-alls of torch.distributed (GShard, arXiv 2006.16668, section 3.3), without a capacity
+limit: nothing is dropped and nothing padded. An expert sees one matrix, the tokens of the first process of
+the group before the second's, as if one process had all their sequences in one micro-batch. So a
+recipe's scales, blocks and random bits of an expert follow from the group's tokens.
+
+The other weights are sharded over `shard` as usual. An expert is sharded over the processes that hold the
+same one, as a separate FSDP2 unit: it then uses memory and traffic only while it computes.
+
+Legend: R assignments of local tokens, S those that arrive, D dim, E experts, P processes.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from narrowgauge.distributed.dims import ParallelDims
+from narrowgauge.distributed.mesh import Mesh
+from narrowgauge.nn import Linear, PooledSequences
+from narrowgauge.system.collectives import comm_tag
+from narrowgauge.system.errors import UserError
+from narrowgauge.system.second_derivative import FirstOrderFunction
+from narrowgauge.trainer.models import Expert, ModelConfig, Transformer, experts_of
+
+
+def check_expert_parallel(model: ModelConfig, parallel_dims: ParallelDims) -> None:
+    """Refuse a number of processes over which the experts of a layer cannot be divided.
+
+    The `UserError` names the setting: the model has no experts, or their number, or the number of processes
+    that shard the other weights, is not divisible.
+    """
+    n, shard = parallel_dims.expert, parallel_dims.shard
+    if n == 1:
+        return
+    if not model.experts:
+        raise UserError(
+            f"parallel.expert = {n}, and the model has no experts to divide; leave it out, or take a mixture "
+            "of experts (--model moe-debug, or model.experts)"
+        )
+    if model.experts % n:
+        raise UserError(
+            f"model.experts = {model.experts} cannot be divided by parallel.expert = {n}; choose a divisor"
+        )
+    if shard % n or not parallel_dims.is_sharded:
+        raise UserError(
+            f"parallel.expert = {n} with parallel.shard = {shard} and parallel.zero = {parallel_dims.zero}: "
+            "experts are divided over processes that shard the other weights; set parallel.shard to a "
+            f"multiple of {n}, and parallel.zero to 1, 2 or 3"
+        )
+
+
+def divide_experts(model: Transformer, mesh: Mesh, batch_size: int) -> None:
+    """Keep this process's experts of each layer, and route tokens to the experts of others, in place.
+
+    Args:
+        model: a converted model on the meta device.
+        mesh: the mesh of the run.
+        batch_size: the sequences of a step.
+    """
+    if mesh.size("expert") == 1:
+        return
+    index, count, group = mesh.index("expert"), mesh.size("expert"), mesh.group("expert")
+    each = batch_size // mesh.parallel_dims.data
+    pool = PooledSequences((mesh.data_index - index) * each, mesh.data_index * each, count)
+    for layer in experts_of(model.blocks):
+        of_each = layer.count // count
+        layer.local = range(index * of_each, (index + 1) * of_each)
+        layer.exchange = partial(exchange_tokens, group=group)
+        for number in set(range(layer.count)) - set(layer.local):
+            layer.add_module(str(number), nn.Identity())  # it stands for an expert of another process
+        for module in layer.modules():
+            if isinstance(module, Linear) and module is not layer.router:
+                module.shards = replace(module.shards, pool=pool)
+
+
+def local_experts(module: nn.Module) -> nn.ModuleList:
+    """The experts in a module that other processes do not have; none if all processes have all."""
+    blocks = getattr(module, "blocks", [module])
+    layers = (layer for layer in experts_of(blocks) if layer.is_divided)
+    return nn.ModuleList(m for layer in layers for m in layer.children() if isinstance(m, Expert))
+
+
+def exchange_tokens(
+    x_RD: torch.Tensor,
+    tokens_E: torch.Tensor,
+    sizes: Sequence[int],
+    compute: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]],
+    group: dist.ProcessGroup,
+) -> torch.Tensor:
+    """Let the experts of all processes of a group compute.
+
+    Args:
+        x_RD: the assignments of this process, sorted by expert.
+        tokens_E: the number of tokens for each expert, on the device.
+        sizes: the same numbers on the host.
+        compute: maps the tokens of each local expert to its outputs.
+        group: the processes; each has an equal share of the experts, in rank order.
+
+    Returns:
+        The experts' outputs for `x_RD`, in its order.
+    """
+    each = len(sizes) // group.size()
+    arriving = _counts(tokens_E, sizes, group)
+    sent = [sum(sizes[i : i + each]) for i in range(0, len(sizes), each)]
+    arrived = [sum(counts) for counts in arriving]
+    x_SD = _AllToAll.apply(x_RD, sent, arrived, group)
+    parts = x_SD.split([n for counts in arriving for n in counts])  # by process, and by expert within it
+    results = compute([torch.cat(parts[e::each]) for e in range(each)])
+    by_expert = [y.split([counts[e] for counts in arriving]) for e, y in enumerate(results)]
+    y_SD = torch.cat([y for from_process in zip(*by_expert, strict=True) for y in from_process])
+    y_RD: torch.Tensor = _AllToAll.apply(y_SD, arrived, sent, group)
+    return y_RD
+
+
+def _counts(tokens_E: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> list[list[int]]:
+    """The number of tokens from each process for each local expert; on the meta device, as from this one."""
+    arriving_E = torch.empty_like(tokens_E)
+    with comm_tag("activations"):
+        dist.all_to_all_single(arriving_E, tokens_E, group=group)
+    each = len(sizes) // group.size()
+    if tokens_E.is_meta:
+        begin = group.rank() * each
+        return [list(sizes[begin : begin + each])] * group.size()
+    counts: list[list[int]] = arriving_E.view(-1, each).tolist()
+    return counts
+
+
+class _AllToAll(FirstOrderFunction):
+    """Sends a given number of rows to each process of a group, and gathers what they send."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, sent: list[int], arrived: list[int], group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        ctx.arguments = arrived, sent, group
+        return _all_to_all(x, sent, arrived, group)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return _all_to_all(dy, *ctx.arguments), None, None, None
+
+
+def _all_to_all(
+    x: torch.Tensor, sent: list[int], arrived: list[int], group: dist.ProcessGroup
+) -> torch.Tensor:
+    received = x.new_empty(sum(arrived), *x.shape[1:])
+    with comm_tag("activations"):
+        dist.all_to_all_single(received, x.contiguous(), arrived, sent, group=group)
+    return received

@@ -1,0 +1,252 @@
+"""Joins the process group, makes decisions that all ranks share, and ends all ranks at the first failure.
+
+    with init_process_group(world, device) as coordinator:
+        for step in ...:
+            coordinator.progress(f"step {step}")
+            ...
+            asked = coordinator.all_reduce_max(asked=requests.number)["asked"]
+
+Decisions are made only from values that are equal on all ranks, never from what one of them observed: a
+signal that reached one rank, a clock, a full disk. Flags travel together, in one small all-reduce a step.
+
+A run of one process has no store, no group and no thread; the same calls return their arguments.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from narrowgauge.system.signals import Preempted, StoppedEarly, heed_early, heed_no_more
+from narrowgauge.trainer.distributed.launch.world import World
+from narrowgauge.trainer.distributed.process_group.failure import (
+    EXIT_FAILED,
+    EXIT_PREEMPTED,
+    Failure,
+    StoppedByPeer,
+    await_failure,
+    failure_of,
+    is_connection_error,
+    keep_traceback,
+    report_to_torchrun,
+    store_gone,
+)
+from narrowgauge.trainer.distributed.process_group.rendezvous import (
+    MEET_S,
+    await_leavers,
+    hosts_store,
+    leave,
+    make_groups,
+    name_of,
+    open_store,
+    register,
+)
+from narrowgauge.trainer.distributed.process_group.watchdog import Watchdog
+
+HANG_S, RENDEZVOUS_S = 600.0, 300.0
+START = 3.0  # patience for what happens once: restoring, compiling, the first step
+_LINGER_S = 3.0  # how long a rank that keeps the store, or waits for a cause, stays for the others
+
+
+class Coordinator:
+    """A rank's connection to the others, made by `init_process_group`; `control` is a gloo group, or None for
+    one process."""
+
+    def __init__(self, world: World, device: torch.device) -> None:
+        self.world, self.device = world, device
+        self.control: dist.ProcessGroup | None = None
+        self.watchdog: Watchdog | None = None
+        self._store: Store | None = None
+        self._has_ended = False
+
+    @property
+    def rank(self) -> int:
+        """Rank of this process; rank 0 writes the run directory."""
+        return self.world.rank
+
+    @property
+    def size(self) -> int:
+        """Number of processes."""
+        return self.world.size
+
+    def progress(self, place: str, patience: float = 1.0) -> None:
+        """Report that this rank is at `place`, such as "step 12"; all ranks reach the same places in order.
+
+        No progress for longer than the run's patience, times `patience`, is a hang.
+        """
+        if self.watchdog is not None:
+            self.watchdog.progress(place, patience)
+
+    def all_reduce_max(self, **flags: int) -> dict[str, int]:
+        """The largest value of each flag over the ranks, which all pass the same names, once a step."""
+        if self.control is None:
+            return flags
+        # on a GPU NCCL's tree is faster than gloo's ring, and the step ends with a value on the host anyway
+        group, device = (None, self.device) if self.device.type == "cuda" else (self.control, "cpu")
+        names = sorted(flags)
+        values = torch.tensor([flags[name] for name in names], dtype=torch.int64, device=device)
+        dist.all_reduce(values, dist.ReduceOp.MAX, group=group)
+        return dict(zip(names, values.tolist(), strict=True))
+
+    def barrier(self) -> None:
+        """Wait until all ranks have called this."""
+        if self.control is not None:
+            dist.barrier(group=self.control)
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's value, which must be JSON-serialisable, on all ranks."""
+        if self.control is None:
+            return value
+        text = [json.dumps(value) if self.rank == 0 else None]
+        dist.broadcast_object_list(text, 0, group=self.control)
+        return json.loads(str(text[0]))
+
+    def record_failures_in(self, directory: Path, report_cause: Callable[[str], None]) -> None:
+        """Write stacks (hang/) and tracebacks (errors/) to a directory, which must be this run's.
+
+        `report_cause` is called with the cause of a failure that rank 0 may not survive to report: on the
+        rank that detected it, in any thread.
+        """
+        if self.watchdog is not None:
+            self.watchdog.directory, self.watchdog.report_cause = directory, report_cause
+
+    @contextmanager
+    def first_failure(self) -> Iterator[None]:
+        """Replace an error by the first cause of the run's end: the error itself on the rank that has it,
+        `StoppedByPeer` on all others. `init_process_group` enters one around everything; code that records
+        the cause, such as the status, enters another one further inside."""
+        try:
+            yield
+        except (Preempted, StoppedByPeer):
+            raise
+        except BaseException as error:
+            if self._store is None or self._has_ended:
+                raise
+            self._has_ended = True
+            heed_no_more()
+            self._end(self._store, error)
+            raise
+
+    def _end(self, store: Store, error: BaseException) -> None:
+        """Publish the error, and return if it is the cause; raise `StoppedByPeer` if it follows from
+        another."""
+        watchdog, local_failure = self.watchdog, failure_of(error, self.rank)
+        if watchdog is not None and watchdog.hang_detected:
+            _wait_for_the_watchdog()
+        if local_failure.code == EXIT_FAILED:
+            keep_traceback(error, self.rank, watchdog.directory if watchdog else None)
+        try:
+            first = self._first_cause(store, error, local_failure)
+        except RuntimeError:
+            if not is_connection_error(error):
+                return  # no rank can read it
+            first = store_gone(self.world)
+        if first.hang:
+            _wait_for_the_watchdog()
+        if watchdog is not None:
+            watchdog.stop()
+        with suppress(RuntimeError):  # the rank that keeps the store may have gone first
+            leave(store)  # this rank no longer reads it
+        if first.rank == 0 and first.reporter == self.rank and watchdog is not None:
+            watchdog.report_cause(first.as_seen_by_peers())  # rank 0 is gone
+        if first == local_failure:
+            error.add_note(f"rank {self.rank} of {self.size}")
+            report_to_torchrun(error)
+            return
+        time.sleep(1)  # so that the rank with the cause prints it first
+        is_printed = first.is_reported_by(self.world) and first.sentence != local_failure.sentence
+        raise StoppedByPeer(first.as_seen_by_peers(), first.code, is_printed) from None
+
+    def _first_cause(self, store: Store, error: BaseException, local_failure: Failure) -> Failure:
+        if not is_connection_error(error):
+            return local_failure.publish(store)
+        reported = self.watchdog.end if self.watchdog is not None else None
+        if (end := reported or await_failure(store, _LINGER_S)) is not None:
+            return end
+        if self.watchdog is not None and (missing := self.watchdog.ranks_without_heartbeat()):
+            names = ", ".join(name_of(store, rank) for rank in missing[:8])
+            sentence = f"{names} stopped sending heartbeats; if it was killed, the same line continues"
+            return Failure(missing[0], EXIT_FAILED, sentence, reporter=self.rank).publish(store)
+        return local_failure.publish(store)
+
+
+def _asked_early(error: BaseException) -> bool:
+    """Whether the run ends because some rank was asked to stop before a step."""
+    is_of_peer = isinstance(error, StoppedByPeer) and error.code == EXIT_PREEMPTED
+    return is_of_peer or isinstance(error, StoppedEarly)
+
+
+def _wait_for_the_watchdog() -> NoReturn:
+    """Wait for the watchdog, which has detected a hang, to end this process."""
+    while True:
+        time.sleep(60)
+
+
+@contextmanager
+def init_process_group(
+    world: World,
+    device: torch.device,
+    hang_s: float = HANG_S,
+    rendezvous_s: float = RENDEZVOUS_S,
+    environ: Mapping[str, str] = os.environ,
+) -> Iterator[Coordinator]:
+    """Create the coordinator of a world, torch's default process group (gloo, with NCCL for a GPU) and
+    `coordinator.control`; they end with the `with` block.
+
+    Args:
+        world: the result of `world_from`.
+        device: the device of this rank.
+        hang_s: seconds without progress that are a hang; 0: none is.
+        rendezvous_s: seconds to wait for the other ranks at the start.
+        environ: environment variables.
+
+    Raises:
+        UserError: the ranks cannot connect; names the missing ranks or the obstacle.
+        StoppedByPeer: another rank is the cause of the end.
+    """
+    coordinator = Coordinator(world, device)
+    if world.size == 1:
+        heed_early()
+        yield coordinator
+        return
+    hosts = hosts_store(world, environ)
+    store = open_store(world, environ, rendezvous_s, keep=hosts)
+    coordinator._store = store
+    try:
+        with coordinator.first_failure():
+            heed_early()  # not before: the other ranks learn of a request from the store
+            register(store, world, rendezvous_s)
+            coordinator.watchdog = Watchdog(world, open_store(world, environ, rendezvous_s), hang_s)
+            coordinator.progress("the start", START)
+            coordinator.control = make_groups(world, device, store, hang_s)
+            preempted = None
+            try:
+                yield coordinator
+            except Preempted as stop:  # all ranks stop together, as at the normal end
+                preempted = stop
+            coordinator.watchdog.stop()
+            coordinator.barrier()  # from here no rank reads the store
+        dist.destroy_process_group()
+        if preempted is not None:
+            raise preempted
+    except Preempted:
+        raise
+    except BaseException as error:
+        if dist.is_initialized() and device.type == "cpu":  # with NCCL it could wait for ever
+            coordinator.control = None
+            dist.destroy_process_group()  # ends the waiting of the others
+        if hosts:
+            is_early, is_stop = _asked_early(error), isinstance(error, KeyboardInterrupt)
+            # the others have to read the cause, before the first step also ranks that have not arrived yet
+            await_leavers(store, MEET_S if is_early or is_stop else _LINGER_S, world.size if is_early else 0)
+        raise
+    finally:
+        if coordinator.watchdog is not None:
+            coordinator.watchdog.stop()

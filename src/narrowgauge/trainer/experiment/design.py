@@ -1,0 +1,240 @@
+"""The design of an experiment: arms, seeds, rungs and jobs.
+
+    arm     a recipe or any other set of keys; the first is the reference
+    seed    a block: all arms have the same initial weights and process the same tokens in the same order
+    rung    a number of optimizer steps after which each arm is measured, with its learning rate decayed
+    job     a running process; several jobs train side by side
+
+A comparison without rungs is the default case: each run is validated according to its configuration. The
+table [experiment] of a TOML file, `--rungs` or `--jobs` make a measured experiment: each run ends with two
+losses on the same held-out tokens (`jobs`).
+
+The run of the highest rung is the trunk of its arm and seed. The run of a lower rung is a branch: it leaves
+the trunk where its learning rate begins to decay (`runs.use.branch`). All rungs together take little more
+time than the highest.
+
+With `fork = N` all arms of a seed share the reference's first N steps and differ only in what
+follows. Gaps then show what a format costs, and not the luck of a warm-up. Without it they also show
+whether a format starts. An arm whose state has another format than the reference's cannot fork.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.experiment.grid import ArmRun, Seeds, Variant, make_runs
+from narrowgauge.trainer.report.verdict.rule import is_control
+from narrowgauge.trainer.training import Config
+
+_SPARE = 8  # checkpoints in addition to those at multiples, for a trunk that was stopped by signals
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """Runs, and how to train them.
+
+    Attributes:
+        arms: The names of the arms, the reference first.
+        runs: All of them in the order of training: the forks, then each trunk with its branches.
+        is_measured: Whether each run ends with two losses on the same held-out tokens.
+        jobs: The number of simultaneous runs.
+        threads: CPU threads of each run; 0 if each configuration has the number.
+        products: The precision of a CPU's matmuls, "bf16" or "fp32"; "" to have each run measure.
+        attention: The attention of a CPU, "in-order", "fp32" or "torch"; "" to have each run measure.
+        rows: The file of the results; None for `runs.csv` in the directory of the runs. The runs of an arm
+            and seed whose rows are all there are not trained again, so an experiment continues on another
+            machine.
+        probes: Whether the arms are probed at the end (`experiment.probe`).
+    """
+
+    arms: tuple[str, ...]
+    runs: tuple[ArmRun, ...]
+    is_measured: bool = False
+    jobs: int = 1
+    threads: int = 0
+    products: str = ""
+    attention: str = ""
+    rows: Path | None = None
+    probes: bool = False
+
+    @property
+    def compared(self) -> list[ArmRun]:
+        """The runs that have results: all except forks."""
+        return [run for run in self.runs if run.rung]
+
+    @property
+    def trunks(self) -> list[ArmRun]:
+        """The runs at the highest rung, the reference's first."""
+        return [run for run in self.runs if run.rung == self.rungs]
+
+    @property
+    def seeds(self) -> list[int]:
+        """The blocks."""
+        return list(dict.fromkeys(run.seed for run in self.compared))
+
+    @property
+    def rungs(self) -> int:
+        """The number of rungs."""
+        return max(run.rung for run in self.runs)
+
+    @property
+    def family(self) -> list[str]:
+        """The arms that the experiment compares: all except the reference and controls."""
+        return [arm for arm in self.arms[1:] if not is_control(arm, self.arms[0])]
+
+
+def make_experiment(
+    values: Mapping[str, Any],
+    arms: Sequence[Variant],
+    seeds: Seeds = None,
+    table: Mapping[str, Any] | None = None,
+) -> Experiment:
+    """The experiment of the arms and seeds; a measured one with the values of the table [experiment].
+
+    Raises:
+        UserError: a configuration is invalid, there are fewer than two runs, or the rungs cannot share a
+            trunk.
+    """
+    rungs = _rungs(table.get("rungs", [])) if table else ()
+    if rungs:
+        values = {**values, "training": {**values.get("training", {}), "steps": rungs[-1]}}
+    points = make_runs(values, arms, seeds)
+    names = tuple(dict.fromkeys(run.arm for run in points))
+    if not table:
+        return Experiment(names, tuple(points))
+    runs = [run for point in points for run in _chain(point, rungs, table)]
+    order = table.get("order", [])
+    group_of = {name: number for number, group in enumerate(order) for name in group} | {names[0]: 0}
+    runs.sort(key=lambda run: group_of.get(run.arm, len(order)))
+    return Experiment(
+        names,
+        tuple(_forked(runs, _positive(table, "fork", 1)) if "fork" in table else runs),
+        is_measured=True,
+        jobs=_positive(table, "jobs", 1),
+        threads=_positive(table, "threads", 1),
+        products=str(table.get("products", "")),
+        attention=str(table.get("attention", "")),
+        rows=Path(table["rows"]) if "rows" in table else None,
+        probes=bool(table.get("probe", True)),
+    )
+
+
+def _rungs(steps: Sequence[Any]) -> tuple[int, ...]:
+    if not steps or not all(isinstance(n, int) and n > 0 for n in steps) or sorted(set(steps)) != list(steps):
+        raise UserError(
+            f"rungs = {list(steps)} must be optimizer steps in ascending order, such as 320,640,1280"
+        )
+    return tuple(steps)
+
+
+def _positive(table: Mapping[str, Any], key: str, default: int) -> int:
+    value = table.get(key, default)
+    if not isinstance(value, int) or value < 1:
+        raise UserError(f"[experiment] {key} = {value!r} must be a whole number above 0")
+    return value
+
+
+def _chain(point: ArmRun, rungs: tuple[int, ...], table: Mapping[str, Any]) -> list[ArmRun]:
+    """The trunk and the branches of one arm and seed, with the checkpoints that they need."""
+    config = _measured(point.config, table)
+    starts = [_branch_step(config, steps) for steps in rungs[:-1]]
+    if starts:
+        every = math.gcd(*starts, config.checkpoint.every)
+        keep = max(config.checkpoint.keep, (rungs[-1] - starts[0]) // every + 2 + _SPARE)
+        saves = {"every": every, "keep": keep, "every_minutes": math.inf}
+        config = _with(config, checkpoint=saves)
+    trunk, suffix = replace(point, config=config, rung=len(rungs)), point.name.removeprefix(point.arm)
+    branches = [
+        ArmRun(
+            f"{point.arm},steps={steps}{suffix}",
+            point.arm,
+            point.seed,
+            _with(config, training={"steps": steps}, validation={"every": steps}),
+            number,
+            ((trunk.name, start),),
+        )
+        for number, (steps, start) in enumerate(zip(rungs, starts, strict=False), start=1)
+    ]
+    for branch in branches:
+        _require_shared(branch, config)
+    return [trunk, *branches]
+
+
+def _forked(runs: Sequence[ArmRun], step: int) -> list[ArmRun]:
+    """The forks, and the runs, each starting after `step` steps of the first arm of its seed.
+
+    Raises:
+        UserError: the learning rate of a run has begun to fall by then.
+    """
+    forks: dict[int, ArmRun] = {}
+    for run in runs:
+        first = run.config.decay_start
+        if first is not None and step >= first:
+            raise UserError(
+                f"[experiment] fork = {step}: the learning rate of {run.name} falls from step {first} on; "
+                "fork earlier, or raise the lowest rung"
+            )
+        if run.seed not in forks:  # the reference's trunk comes first
+            config = _with(
+                run.config,
+                training={"steps": step},
+                schedule={"kind": "constant"},
+                checkpoint={"every": step, "every_minutes": math.inf},
+                validation={"every": step, "batches": 1},
+            )
+            forks[run.seed] = ArmRun(f"fork-seed-{run.seed}", "fork", run.seed, config, rung=0)
+    begun = [replace(run, sources=(*run.sources, (forks[run.seed].name, step))) for run in runs]
+    return [*forks.values(), *begun]
+
+
+def _measured(config: Config, table: Mapping[str, Any]) -> Config:
+    """The configuration with a validation on `held_out_tokens` at the end of the run."""
+    tokens = config.training.micro_batch_size * config.data.sequence_length
+    wanted = table.get("held_out_tokens", tokens * config.validation.batches)
+    if not isinstance(wanted, int) or wanted < tokens or wanted % tokens:
+        raise UserError(
+            f"[experiment] held_out_tokens = {wanted!r} must be a multiple of a micro-batch, {tokens} tokens"
+        )
+    return _with(config, validation={"every": config.training.steps, "batches": wanted // tokens})
+
+
+def _with(config: Config, **sections: Mapping[str, Any]) -> Config:
+    """The configuration with other values of some keys, by section."""
+    update = {name: getattr(config, name).model_copy(update=keys) for name, keys in sections.items()}
+    return config.model_copy(update=update)
+
+
+def _branch_step(config: Config, steps: int) -> int:
+    """The last step before the learning rate of a run of `steps` steps decays."""
+    s = config.schedule
+    if s.kind != "wsd":
+        raise UserError(
+            f"schedule.kind = {s.kind!r} with several rungs: a branch needs a rate that is constant until it "
+            "falls; set --schedule.kind wsd, or give one rung"
+        )
+    first = config.with_training(steps=steps).decay_start
+    assert first is not None
+    if steps * (1 - s.decay_fraction) < s.warmup_steps or first < 2:
+        raise UserError(
+            f"a rung of {steps} steps ends before its warm-up of {s.warmup_steps} steps and its fall; take a "
+            "higher rung or a shorter warm-up"
+        )
+    return first - 1
+
+
+def _require_shared(branch: ArmRun, trunk: Config) -> None:
+    """Refuse a recipe that would have computed the steps before the branch differently."""
+    ((_, start),) = branch.sources
+    last = _branch_step(trunk, trunk.training.steps)
+    own, of_trunk = (branch.config.training.steps, start + 1), (trunk.training.steps, last + 1)
+    for rule in branch.config.spec.recipe.rules:
+        for step in range(1, start + 1):
+            if rule.holds(step, *own) != rule.holds(step, *of_trunk):
+                raise UserError(
+                    f"{branch.name}: a rule of recipe {trunk.recipe.name!r} differs in step {step} of "
+                    f"{own[0]} and of {of_trunk[0]} steps, so they cannot share a trunk; let it begin with "
+                    "the fall of the learning rate or later"
+                )

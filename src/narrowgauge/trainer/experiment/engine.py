@@ -1,0 +1,169 @@
+"""Runs the jobs of an experiment: each is a process, and as many run at a time as there are slots.
+
+One loop starts a process wherever a slot is free, and checks a few times a second which of them have ended.
+Each writes a log next to its run's directory. Several runs at a time share the cores, or get one GPU each.
+
+Several engines may work on one directory: those of a Slurm job array, or of a command that was started twice.
+The log of a run is locked as long as its process lives, on any machine of the file system, so each run has
+one process. An engine ends when all runs have; those of an engine that was killed are free at once.
+
+SIGTERM, SIGUSR1 and Ctrl-C stop the experiment: every run saves, and the same command line continues it. If
+this process is killed, the kernel kills its runs with it (on Linux), and they continue from their last
+checkpoints.
+
+Under a launcher (torchrun, srun) every launched process has an engine, and their children of one job are the
+ranks of one run. Their rendezvous uses the run's name, because a launcher's store outlives a run.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Container, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from subprocess import DEVNULL, Popen
+from typing import Any
+
+import torch
+
+from narrowgauge.system.errors import ProcessFailed
+from narrowgauge.system.operating_system import fcntl
+from narrowgauge.system.processes import Programs
+from narrowgauge.system.signals import COMPARED
+from narrowgauge.trainer.distributed import RENDEZVOUS, world_from
+from narrowgauge.trainer.experiment.jobs import Job
+from narrowgauge.trainer.report.read.run import read_state
+from narrowgauge.trainer.runs.choices import ATTENTION, PRODUCTS
+
+_POLL_S, _WAIT_S = 0.25, 1.0  # between looks at own processes; at those of other engines
+_STOPPED = 75  # the exit code of a run that has saved and can be continued
+_GPUS = "CUDA_VISIBLE_DEVICES"
+
+NextJob = Callable[[Container[tuple[str, bool]]], Job | None]
+
+
+class ComparisonFailed(ProcessFailed):
+    """A run of a comparison has no result; `code` is its exit code, negative if a signal killed it."""
+
+    def __init__(self, name: str, code: int) -> None:
+        super().__init__(f"the run {name!r}", code, "; the same line continues")
+
+
+@dataclass
+class Slot:
+    """A slot for one process; `job` and `process` are None while it is free."""
+
+    number: int
+    job: Job | None = None
+    process: Popen[bytes] | None = None
+
+
+@dataclass
+class Engine:
+    """Slots, and the jobs that ran in them.
+
+    Attributes:
+        slots: The number of simultaneous processes.
+        environment: Environment variables of each process.
+        show: Called often with the running jobs, and with the one that has just succeeded, if any.
+        has_logs: Whether a process writes to `OUT/NAME.log` instead of the terminal.
+        stop: The first signal that asked to stop, or SIGTERM after a run without a result.
+        begun: The keys of the jobs that have started.
+        failed: The failed jobs, with their exit codes.
+        lost: The jobs that left no result: killed, stopped, or never started.
+    """
+
+    slots: int
+    environment: Mapping[str, str]
+    show: Callable[[Sequence[Job], Job | None], None]
+    has_logs: bool = True
+    stop: int = 0
+    begun: set[tuple[str, bool]] = field(default_factory=set)
+    failed: dict[str, int] = field(default_factory=dict)
+    lost: dict[str, int] = field(default_factory=dict)
+
+    def run(self, next_job: NextJob) -> list[str]:
+        """Run all jobs; returns the names of the failed runs.
+
+        A run that fails by itself leaves the others alone, except those that wait for it.
+
+        Args:
+            next_job: The next job that can start, given the keys of those that have begun.
+
+        Raises:
+            ComparisonFailed: a run left no result, or a signal stopped the experiment; the same command line
+                continues.
+        """
+        slots = [Slot(number) for number in range(self.slots)]
+        with Programs() as programs, programs.forwarding(self._note_signal):
+            while self._fill(slots, next_job, programs) or any(slot.process for slot in slots):
+                time.sleep(_POLL_S if any(slot.process for slot in slots) else _WAIT_S)
+                self._collect(slots)
+        for name, code in self.lost.items():
+            raise ComparisonFailed(name, code)
+        if self.stop and (job := next_job(self.begun)) is not None:  # the finished jobs all succeeded
+            raise ComparisonFailed(job.name, _STOPPED)
+        return list(self.failed)
+
+    def _fill(self, slots: Sequence[Slot], next_job: NextJob, programs: Programs) -> bool:
+        """Start a job in every free slot while there are any; returns whether other engines hold some."""
+        held: set[tuple[str, bool]] = set()
+        for slot in (slot for slot in slots if slot.process is None and not self.stop):
+            while (job := next_job(self.begun | held)) and not self._start(slot, job, programs):
+                held.add(job.key)  # the other engine may end before its run does
+        return bool(held)
+
+    def _start(self, slot: Slot, job: Job, programs: Programs) -> bool:
+        """Start a job; returns False if another engine holds its run."""
+        environment = {**os.environ, COMPARED: "1", RENDEZVOUS: job.name, **self.environment}
+        if self.slots > 1:
+            environment |= _gpu(slot.number)
+        options: dict[str, Any] = {}
+        with job.directory.with_name(f"{job.name}.log").open("ab") if self.has_logs else nullcontext() as log:
+            if log is not None:
+                options = {"stdin": DEVNULL, "stdout": log, "stderr": log}
+            if log is not None and world_from(os.environ, 0).size == 1:
+                try:
+                    fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the process inherits it
+                except BlockingIOError:
+                    return False
+            slot.job, slot.process = job, programs.start(job.command, environment, **options)
+        self.begun.add(job.key)
+        return True
+
+    def _collect(self, slots: Sequence[Slot]) -> None:
+        """Record the processes that have ended."""
+        for slot in slots:
+            if slot.process is None or (code := slot.process.poll()) is None:
+                continue
+            ended, slot.process, slot.job = slot.job, None, None
+            assert ended is not None
+            if code:
+                self._note_failure(ended, code)
+            self.show([slot.job for slot in slots if slot.job], None if code else ended)
+        self.show([slot.job for slot in slots if slot.job], None)
+
+    def _note_failure(self, job: Job, code: int) -> None:
+        self.failed[job.name] = code
+        has_failed = read_state(job.directory)[0] in ("failed", "diverged")
+        if code == _STOPPED or code < 0 or (job.tokens and not has_failed):
+            self.lost[job.name] = code
+            self.stop = self.stop or signal.SIGTERM
+
+    def _note_signal(self, number: int) -> None:
+        self.stop = self.stop or number
+
+
+def environment_of(threads: int, products: str = "", attention: str = "") -> dict[str, str]:
+    """Variables of a process: its CPU threads, and its arithmetic (`Experiment`); 0 and "": its choice."""
+    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")
+    cores = dict.fromkeys(names, str(threads)) if threads else {}
+    return cores | {k: v for k, v in ((PRODUCTS, products), (ATTENTION, attention)) if v}
+
+
+def _gpu(slot: int) -> Mapping[str, str]:
+    """A GPU for each slot, out of those available to this process; {} on a machine without one."""
+    if not (count := torch.cuda.device_count()):
+        return {}
+    visible = os.environ.get(_GPUS, "").split(",") if os.environ.get(_GPUS) else list(map(str, range(count)))
+    return {_GPUS: visible[slot % count]}

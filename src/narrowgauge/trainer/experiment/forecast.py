@@ -1,0 +1,127 @@
+"""Answers a request for forecasts: recipes by name, a size or a named model, runs and a probe as files."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from narrowgauge.forecast import (
+    Atlas,
+    Forecaster,
+    Forecasts,
+    Observed,
+    read_atlas,
+    read_probe_file,
+    scheme,
+    scheme_names,
+)
+from narrowgauge.recipes import Recipe, RecipeLike, load_recipe, recipe_list, recipe_names
+from narrowgauge.recipes import recipe as named_recipe
+from narrowgauge.system.errors import UserError, words_of
+from narrowgauge.system.units import parse_count
+from narrowgauge.trainer.models import count_block_weights, model_config
+from narrowgauge.trainer.report import read_runs
+from narrowgauge.trainer.report.verdict.expected import own_points
+
+
+def predict(
+    recipe: RecipeLike | Sequence[RecipeLike],
+    params: float | str | None = None,
+    tokens: float | str | None = None,
+    atlas: str | Path | Atlas | None = None,
+    *,
+    model: str | None = None,
+    runs: str | Path | Sequence[str | Path] | None = None,
+    probe: str | Path | None = None,
+) -> Forecasts:
+    """Forecast the loss gap of one recipe or several to bf16, without training.
+
+    Args:
+        recipe: A shipped recipe or a scheme of the atlas by name, a `.toml` file, a dictionary with its
+            keys, a `Recipe`, or several.
+        params: Parameters without embeddings, such as 1.9e9 or "1.9B".
+        tokens: Tokens of training, such as 38e9 or "38B".
+        atlas: Points in place of those that ship: a file of the same columns, or an `Atlas`.
+        model: A named model in place of `params`; its weights in linear layers of blocks count.
+        runs: A folder of `compare`, or run directories with the reference first; their gaps become points.
+        probe: What `probe --json` printed, of the recipe and of one with points: evidence on its kappa.
+
+    Returns:
+        The forecasts, in the order of the recipes; `refused` holds the reason for one without support.
+
+    Raises:
+        UserError: A recipe, model or file is not what it should be, two recipes share a name, or a number
+            is not above 0.
+    """
+    if not (named := recipe_list(recipe)):
+        raise UserError("predict needs a recipe, such as nvfp4")
+    recipes: dict[str, Recipe] = {}
+    for one in named:
+        name, found = _named(one)
+        if recipes.setdefault(name, found) != found:
+            raise UserError(f"two recipes are named {name}; give each another name, as in name = 'mine'")
+    size = _size(params, model)
+    if not (length := parse_count(str(tokens))):
+        raise UserError(f"tokens = {tokens}: predict needs the tokens of training, such as 38e9")
+    points, of_runs = ([], {}) if runs is None else _points_of(runs)
+    forecaster = Forecaster(
+        atlas if isinstance(atlas, Atlas) or atlas is None else read_atlas(str(atlas)),
+        points,
+        None if probe is None else read_probe_file(Path(str(probe))),
+        {**of_runs, **recipes},
+    )
+    return Forecasts(
+        [forecaster.forecast(one, size, length, name) for name, one in recipes.items()], forecaster
+    )
+
+
+def _named(one: RecipeLike) -> tuple[str, Recipe]:
+    """The name of a recipe, and the recipe."""
+    if isinstance(one, Recipe | Mapping):
+        found = named_recipe(one)
+        return found.name, found
+    text = str(one)
+    if text.endswith(".toml"):
+        found = load_recipe(text)
+        return found.name, found
+    if text in scheme_names() and text not in recipe_names():
+        return text, scheme(text).recipe
+    return text, named_recipe(text)
+
+
+def _size(params: float | str | None, model: str | None) -> float:
+    if (params is None) == (model is None):
+        raise UserError("predict needs one size: params, such as 1.9e9, or model, a name such as llama3-8b")
+    if model is not None:
+        return float(count_block_weights(model_config(name=model)))
+    if not (found := parse_count(str(params))):
+        raise UserError(f"params = {params}: predict needs the parameters without embeddings, such as 1.9e9")
+    return found
+
+
+def _points_of(runs: str | Path | Sequence[str | Path]) -> tuple[list[Observed], Mapping[str, Recipe]]:
+    """The gaps of the user's runs, and their recipes."""
+    several = runs if isinstance(runs, Sequence) and not isinstance(runs, str) else [runs]
+    paths = [Path(str(path)) for path in several]
+    found = [run for path in paths for run in _run_directories(path)]
+    points, recipes = own_points(read_runs(found))
+    if not points:
+        raise UserError(
+            f"{', '.join(map(str, paths))}: no recipe has a loss at equal tokens with the reference, "
+            f"which comes first; "
+            "train one with narrowgauge compare --recipes bf16,R"
+        )
+    return points, recipes
+
+
+def _run_directories(path: Path) -> list[Path]:
+    """A run directory itself, or the runs of a folder: the reference first, as `compare` names it."""
+    if (path / "config.toml").is_file():
+        return [path]
+    try:
+        found = sorted(one for one in path.iterdir() if (one / "config.toml").is_file())
+    except OSError as error:
+        raise UserError(f"--runs {path} cannot be read: {words_of(error)}") from None
+    if not found:
+        raise UserError(
+            f"--runs {path} holds no run; name a folder of narrowgauge compare, or run directories"
+        )
+    return sorted(found, key=lambda one: (not one.name.startswith(("bf16", "fp32")), one.name))

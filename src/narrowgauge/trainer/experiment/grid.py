@@ -1,0 +1,160 @@
+"""The runs of a comparison: variants times seeds.
+
+    variants    recipes (--recipes), named sets of keys (--variant), or the table [arms] of the TOML file
+    seeds       the same runs with other initial weights and another token order
+
+A run directory is named after its arm and seed: `fp8`, `fp8-seed-7`. So the same command line continues a
+comparison, and one with more recipes, variants or seeds reuses the existing runs.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.training import Config, make_config
+
+Values = Mapping[str, Mapping[str, Any]]  # nested, as TOML has them
+Keys = Mapping[str, Any]  # flat: {"section.key": value}
+Seeds = int | Sequence[int] | None  # how many, or which; None: that of the configuration
+SEED, RECIPE = "training.seed", "recipe.name"
+MOST_RUNS = 1000
+# A value may contain commas, as in betas=0.9,0.95, and a table in braces anything.
+_NEXT_KEY = re.compile(r",(?=[a-z_-]+(?:\.[\w.]+)?=)(?![^{]*\})")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A name, and the keys in which the variant differs from the shared configuration."""
+
+    name: str
+    keys: Keys
+
+
+@dataclass(frozen=True)
+class ArmRun:
+    """The run of one arm, seed and rung.
+
+    Attributes:
+        name: Its directory, below that of the experiment.
+        arm: The name of its variant.
+        seed: Its seed; runs of one seed have the same initial weights and tokens.
+        config: Its configuration.
+        rung: The index of the rung, from 1; 0 for a fork, whose steps the arms of a seed share.
+        sources: The runs that it may branch off, by name, and the steps at which, the nearest first; none if
+            it starts at step 0. It waits until they have ended, and begins with the first whose checkpoint
+            is there, or at step 0, with the same digits.
+    """
+
+    name: str
+    arm: str
+    seed: int
+    config: Config
+    rung: int = 1
+    sources: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens processed by its end."""
+        t = self.config.training
+        return t.steps * t.batch_size * self.config.data.sequence_length
+
+    @property
+    def tokens_to_train(self) -> int:
+        """The tokens that the run itself trains on: all of them, or those after the branch."""
+        steps = self.config.training.steps
+        return self.tokens * (steps - (self.sources[0][1] if self.sources else 0)) // steps
+
+
+def recipe_variants(names: Iterable[str]) -> list[Variant]:
+    """The variants of some recipes: each is named after its recipe, or after the recipe's file."""
+    return [Variant(Path(name).stem, {RECIPE: name}) for name in names]
+
+
+def parse_variant(text: str, short: Mapping[str, str]) -> Variant:
+    """Parse `--variant NAME:KEY=VALUE,KEY=VALUE`; a key is a `section.key`, or a name in `short`.
+
+    >>> parse_variant("hp:recipe=fp8,recipe.wgrad.x=bf16", {"recipe": "recipe.name"}).keys
+    {'recipe.name': 'fp8', 'recipe.wgrad.x': 'bf16'}
+    """
+    name, _, rest = text.partition(":")
+    keys: dict[str, str] = {}
+    for pair in _NEXT_KEY.split(rest) if rest else []:
+        key, equals, value = pair.partition("=")
+        key = short.get(key, key)
+        if not equals or "." not in key:
+            raise UserError(
+                f"--variant {text}: {pair!r} is not KEY=VALUE; write NAME:KEY=VALUE,KEY=VALUE with keys such "
+                "as recipe.wgrad.x or optimizer.lr"
+            )
+        if key in keys:
+            raise UserError(f"--variant {text}: {key} has two values; leave one of them out")
+        keys[key] = value
+    return Variant(name, keys)
+
+
+def make_runs(values: Values, variants: Sequence[Variant], seeds: Seeds = None) -> list[ArmRun]:
+    """List the runs of a comparison: all variants with the first seed, then with the next.
+
+    Args:
+        values: the shared values.
+        variants: the variants; if empty, the shared values are the only one, named after their recipe.
+        seeds: their number, counted from the seed of the configuration, or which; None for that one.
+
+    Returns:
+        The runs in the order of execution.
+    """
+    base = make_config(values)
+    base_seed = base.training.seed
+    seeds = 1 if seeds is None else seeds
+    chosen = tuple(range(base_seed, base_seed + seeds) if isinstance(seeds, int) else seeds)
+    if not chosen or len(set(chosen)) < len(chosen):
+        raise UserError(f"--seeds {seeds}: a seed makes one run of each variant; name each once")
+    variants = variants or [Variant(Path(base.recipe.name).stem, {})]
+    count = len(variants) * len(chosen)
+    if count > MOST_RUNS:
+        raise UserError(f"this comparison has {count} runs, and one may have {MOST_RUNS}; make it smaller")
+    runs = []
+    for seed in chosen:
+        suffix = "" if seed == base_seed else f"-seed-{seed}"
+        for variant in variants:
+            _check(variant)
+            merged = _merge(values, {**variant.keys, SEED: seed})
+            runs.append(ArmRun(variant.name + suffix, variant.name, seed, make_config(merged)))
+    _require_distinct(runs)
+    return runs
+
+
+def _check(variant: Variant) -> None:
+    if not _NAME.fullmatch(variant.name):
+        raise UserError(
+            f"--variant {variant.name!r} names a directory; use letters, digits and any of _ . + - in it"
+        )
+    if SEED in variant.keys:
+        raise UserError(f"variant {variant.name!r} sets {SEED}; seeds are for all variants, by --seeds")
+
+
+def _require_distinct(runs: Sequence[ArmRun]) -> None:
+    names = [run.name for run in runs]
+    if len(names) < 2:
+        raise UserError(
+            f"{names[0]!r} is one run, and a comparison needs at least two; name recipes, as in "
+            "--recipes bf16,fp8, or add --variant or --seeds"
+        )
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise UserError(
+            f"two runs would be called {min(twice)!r}, and each needs a separate directory; name a recipe "
+            "once, or give the runs names by --variant"
+        )
+
+
+def _merge(values: Values, keys: Keys) -> dict[str, dict[str, Any]]:
+    """Nested values, overridden by flat keys."""
+    merged = {section: dict(table) for section, table in values.items()}
+    for key, value in keys.items():
+        section, _, name = key.partition(".")
+        merged.setdefault(section, {})[name] = value
+    return merged

@@ -1,0 +1,308 @@
+"""The search behind an advice: each recipe in each layout, with its fastest settings that fit."""
+
+import math
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+
+from narrowgauge.distributed import ParallelDims
+from narrowgauge.forecast import Forecast, Forecaster
+from narrowgauge.recipes import choose_backend, recipe, recipe_names
+from narrowgauge.system.devices import imagine
+from narrowgauge.system.errors import UserError
+from narrowgauge.system.units import human_count
+from narrowgauge.trainer.cluster.launch.site import site_names
+from narrowgauge.trainer.cluster.plan.budget import Price
+from narrowgauge.trainer.cluster.plan.cluster_spec import Cluster, cluster_name, cluster_names, load_cluster
+from narrowgauge.trainer.cluster.plan.plan import make_plan, room_of
+from narrowgauge.trainer.laboratory.advise.result import Advice, Answer
+from narrowgauge.trainer.laboratory.advise.space import Point, Setting, Space, layouts
+from narrowgauge.trainer.laboratory.arguments import Progress
+from narrowgauge.trainer.laboratory.settings import Values
+from narrowgauge.trainer.models import count_block_weights, model_config
+from narrowgauge.trainer.models.published import Published, published
+from narrowgauge.trainer.runs import choose_device
+from narrowgauge.trainer.runs.monitor.hardware import device_name
+from narrowgauge.trainer.simulate import WholeCount, fitting
+from narrowgauge.trainer.simulate.advice import narrower_recipes
+from narrowgauge.trainer.training import Config, make_config
+from narrowgauge.trainer.training.config.micro_batch import fitting_sizes
+from narrowgauge.trainer.training.config.named import published_config
+
+RECIPES = ("bf16", "fp16", "fp8", "mxfp8", "nvfp4", "nvfp4-finish", "msamp-o2")
+FIRST = 3
+_SMALL = ("debug", "gpt2-debug", "ladder-1m", "moe-debug")  # no one published a training of these
+Least = list[tuple[Point, str, ParallelDims]]
+
+
+@dataclass(frozen=True)
+class Question:
+    """What an advice is asked for.
+
+    Attributes:
+        model: The named model.
+        machine: The cluster.
+        name: Its name, as the printed lines have it.
+        devices: Devices in all.
+        tokens: Tokens to train on; None for those that the hours pay for.
+        limit: The most hours.
+        price: The price of a device-hour.
+        data: The text that the lines name.
+    """
+
+    model: str
+    machine: Cluster
+    name: str
+    devices: int
+    tokens: float | None
+    limit: float
+    price: Price | None
+    data: str | None
+
+    @cached_property
+    def published(self) -> Published | None:
+        """The model's published training."""
+        return published(self.model)
+
+    def defaults(self, length: int | None, batch: int | None) -> tuple[Values, list[str]]:
+        """The values that all settings share, with a length and batch in place of the published ones, and
+        where they come from.
+        """
+        found, sized = self.published, model_config(name=self.model)
+        usual = (256, 8) if self.model in _SMALL else (min(1024, sized.max_sequence_length), 64)
+        notes = [f"defaults: no training of {self.model} is published; rate and batch are narrowgauge's"]
+        if found is not None:
+            usual = found.sequence_length, found.batch_size
+            notes = [f"defaults: {found.source}" + (f"; {found.note}" if found.note else "")]
+        if self.data is None:
+            notes.append(
+                "data: without --data the lines train on the source code of Python's standard library"
+            )
+        values: Values = {
+            "model": {"name": self.model},
+            "data": {"sequence_length": length or usual[0]},
+            "training": {"batch_size": batch or usual[1], "device": "cpu"},
+            "recipe": {"name": "bf16"},
+        }
+        make_config({**values, "training": values["training"] | {"micro_batch_size": 1}})
+        return values, notes
+
+    def advice(
+        self, defaults: Values, recipes: Sequence[str], notes: list[str], show: Progress | None
+    ) -> Advice:
+        """Search, order the answers, and give the reasons."""
+        lost = {one: why for one in recipes or RECIPES if (why := unfit(one, self.machine, bool(recipes)))}
+        candidates = [one for one in recipes or RECIPES if one not in lost]
+        answers, least = self._search(candidates, defaults, lost, show)
+        t = defaults["training"]
+        base = make_config({**defaults, "training": t | {"micro_batch_size": t["batch_size"]}})
+        if not answers and not recipes:  # then all that may fit, emulated or not
+            others = [one for one in narrower_recipes(base) if one not in candidates]
+            answers, more = self._search(others, defaults, lost, show)
+            least += more
+        if not answers:
+            return Advice([], self._does_not_fit(least, base), (), lost, notes)
+        answers.sort(key=lambda one: (one.forecast.gap_percent is None, one.score))
+        known = [one for one in answers if one.hours <= self.limit * 1.000001]
+        lost |= {one.label: self._too_long(one) for one in answers if one not in known}
+        if not known:
+            fastest = min(answers, key=lambda one: one.hours)
+            way = "raise the budget, or take a smaller batch"
+            if self.tokens is not None:
+                most = human_count(fastest.tokens * self.limit / fastest.hours)
+                way = f"leave out tokens to train on the {most} that fit, or raise the budget"
+            return Advice([], f"{self._too_long(fastest)}; {way}", (), lost, notes)
+        first = known[0]
+        lost |= {one.label: _why(one, first) for one in known[FIRST:]}
+        changes = self._changes(known)
+        if choose_backend(recipe(first.recipe), self.machine.facts).name == "emulated":
+            way = self._native_way(base, first.dims)
+            changes += [f"it fits without emulation with {way}"] if way else []
+        chosen = [replace(one, why=_why(one, first)) for one in known[:FIRST]]
+        return Advice(chosen, None, changes, lost, notes)
+
+    def _search(
+        self, candidates: Sequence[str], defaults: Values, lost: dict[str, str], show: Progress | None
+    ) -> tuple[list[Answer], Least]:
+        """The best answer of each recipe and layout, and the least memory where none fits; fills `lost`."""
+        answers, least = list[Answer](), Least()
+        sized, batch = model_config(name=self.model), defaults["training"]["batch_size"]
+        size, forecaster = count_block_weights(sized), Forecaster()
+        shapes = layouts(self.devices, self.machine.devices_per_node, sized.heads, sized.layers)
+        counts: dict[str, dict[Setting, WholeCount]] = {name: {} for name in candidates}
+        every = list(product(candidates, shapes))
+        for number, (name, dims) in enumerate(every, start=1):
+            label = f"{name} {dims.text}".strip()
+            if not fitting_sizes(batch, dims):
+                lost[label] = (
+                    f"{dims.data} processes cannot share a batch of {batch} in {dims.pipeline} stages"
+                )
+                continue
+            if show is not None:
+                show(label, number, len(every))
+            space = Space({**defaults, "recipe": {"name": name}}, dims, self.machine, counts[name])
+            try:
+                best = space.best()
+            except UserError as error:  # the recipe's blocks do not allow this layout
+                lost[label] = str(error)
+                continue
+            if best is None:
+                corner = space.least()
+                least.append((corner, name, dims))
+                lost[label] = f"does not fit: {corner.needed / 2**30:.1f} GiB with {corner.setting.words}"
+                continue
+            per_step = batch * defaults["data"]["sequence_length"]
+            hours = self.limit * 3600 / best.seconds
+            steps = max(1, math.ceil(self.tokens / per_step) if self.tokens else math.floor(hours))
+            tokens = float(steps * per_step)
+            forecast = forecaster.forecast(recipe(name), size, tokens, name)
+            lines = self._lines(name, dims, best.setting, defaults, steps)
+            days = steps * best.seconds / 86_400
+            answers.append(Answer(*lines, name, dims, best, tokens, days, self.price, forecast))
+        return answers, least
+
+    def _lines(
+        self, name: str, dims: ParallelDims, setting: Setting, defaults: Values, steps: int
+    ) -> tuple[str, str]:
+        """(the line that trains, the line that plans it)."""
+        words = ["--model", self.model, "--recipe", name, "--steps", str(steps)]
+        words += ["--data.sequence_length", str(defaults["data"]["sequence_length"])]
+        words += ["--training.batch_size", str(defaults["training"]["batch_size"]), *setting.options]
+        for axis in ("pipeline", "replicate", "shard", "tensor"):
+            if (count := getattr(dims, axis)) > 1:
+                words += [f"--parallel.{axis}", str(count)]
+        if self.published is not None:
+            config = published_config(self.model, self.published, steps)
+            for section in ("optimizer", "schedule"):
+                for key, value in config[section].items():
+                    text = f"{value:.4g}" if isinstance(value, float) else f"{value}"
+                    words += [f"--{section}.{key}", text]
+        words += [] if self.data is None else ["--data", self.data]
+        planned = ["narrowgauge", "plan", *words, "--cluster", self.name, "--devices", str(dims.size)]
+        return shlex.join([*self._start(dims.size), "train", *words]), shlex.join(planned)
+
+    def _start(self, devices: int) -> list[str]:
+        """The words that start a verb on some devices; several nodes take a script, as their site needs."""
+        nodes = -(-devices // self.machine.devices_per_node)
+        if devices == 1:
+            return ["narrowgauge"]
+        if nodes == 1:
+            return ["torchrun", "--standalone", "--nproc-per-node", str(devices), "-m", "narrowgauge"]
+        site = ["--slurm", "--site", self.name] if self.name in site_names() else ["--torchrun"]
+        where = [*site, "--gpus-per-node", str(self.machine.devices_per_node)]
+        return ["narrowgauge", "launch", *where, "--nodes", str(nodes), "--out", "train.sh", "--"]
+
+    def _does_not_fit(self, least: Least, base: Config) -> str:
+        """The least memory of all, and the ways out."""
+        if not least:
+            return "no recipe is left to choose from; name some with recipes"
+        point, name, dims = min(least, key=lambda one: one[0].needed)
+        fewest = make_plan(point.config, dims.size, self.machine).fewest
+        more = f"; it fits on {fewest.parallel_dims.size} of these devices" if fewest else ""
+        if way := self._native_way(base, dims):
+            more += f"; it fits with {way}"
+        device = self.machine.device or self.machine.title
+        return (
+            f"{self.model} does not fit on {self.devices} x {device} ({self.machine.memory}): the least is "
+            f"{point.needed / 2**30:.1f} GiB, {name} with {point.setting.words}{more}; take more devices, or "
+            "a smaller model"
+        )
+
+    def _native_way(self, base: Config, dims: ParallelDims) -> str:
+        """What makes a recipe fit that the machine multiplies natively, with its memory; "" if nothing."""
+        room, facts = room_of(base, self.machine), self.machine.facts
+        natives = [one for one in recipe_names() if choose_backend(recipe(one), facts).name == "native"]
+        with imagine(facts):
+            found = fitting(base, lambda m: room.fits(m, dims), facts.is_gpu, dims, natives)
+        return "" if found is None else f"{found[0]} ({room.needed(found[1], dims) / 2**30:.1f} GiB)"
+
+    def _too_long(self, one: Answer) -> str:
+        """Why an answer is beyond the budget."""
+        taken = f"{human_count(one.tokens)} tokens take {one.hours:,.3g} hours with {one.recipe}"
+        return f"{taken}, and the budget is {self.limit:,.3g} hours"
+
+    def _changes(self, known: Sequence[Answer]) -> list[str]:
+        """What would make another recipe the first: tokens that a gap costs, memory, time."""
+        first, found, rivals = known[0], list[str](), dict[str, Answer]()
+        for other in known[1:]:
+            if other.recipe != first.recipe:
+                rivals.setdefault(other.recipe, other)  # in its best layout
+        for other in rivals.values():
+            speed = (other.days / other.tokens) / (first.days / first.tokens)
+            least = 100 * ((1 + (first.extra_tokens or 0.0) / 100) / speed - 1)
+            most = 100 * ((1 + (other.extra_tokens or 0.0) / 100) * speed - 1)
+            if other.extra_tokens is not None and not first.is_reference and most > 0:
+                needs = f"{first.recipe} needs {most:+.0f} % tokens or more ({_ends(first.forecast)})"
+                found.append(f"{other.recipe} wins if {needs}")
+            elif least > 0 and not other.is_reference:
+                needs = f"it needs less than {least:+.0f} % tokens ({_ends(other.forecast)})"
+                found.append(f"{other.recipe} wins if {needs}")
+        chosen = first.point.setting
+        sizes = fitting_sizes(first.point.config.training.batch_size, first.dims)
+        if chosen.recompute or chosen.offload or chosen.micro_batch_size == 1 < max(sizes):
+            memory = self.machine.memory
+            found.append(f"a device with more than {memory} allows faster settings than {chosen.words}")
+        if first.days > 365:
+            month = human_count(first.tokens * 30 / first.days)
+            found.append(f"it takes {first.days / 365:,.0f} years; 30 days train on {month} tokens")
+        return found
+
+
+def _why(answer: Answer, first: Answer) -> str:
+    """The reason of an answer's place."""
+    if answer.extra_tokens is None:
+        return f"after those with evidence: {answer.forecast.refused}"
+    if answer is first:
+        return "fewest device-hours for the loss of bf16"
+    name = first.recipe if answer.recipe != first.recipe else f"{first.recipe} {first.layout}"
+    return f"{answer.score / first.score:.2f} times the device-hours of {name} for the same loss"
+
+
+def _ends(forecast: Forecast) -> str:
+    """The interval of the extra tokens."""
+    extra = forecast.extra_tokens_percent
+    if extra is None:
+        return "nothing is forecast"
+    high = f"{extra.high:+.0f} %" if extra.high < 1e4 else "never"
+    return f"forecast {extra.low:+.0f} to {high}"
+
+
+def machine_of(name: str | None) -> tuple[Cluster, str]:
+    """The cluster, and its name; without a name that of this machine's device.
+
+    Raises:
+        UserError: No file describes this machine.
+    """
+    if name is not None:
+        whole = cluster_name(str(name))
+        return load_cluster(whole), whole
+    device = choose_device("auto")
+    if device.type == "cpu":
+        return load_cluster("cpu"), "cpu"
+    here = device_name(device)
+    for one in cluster_names():
+        found = load_cluster(one)
+        if found.device and set(found.device.split()) <= set(here.split()):
+            return found, one
+    raise UserError(
+        f"no cluster file describes this machine's {here}; name one with --cluster, one of "
+        f"{', '.join(cluster_names())}, or a .toml file of its figures"
+    )
+
+
+def unfit(name: str, machine: Cluster, is_asked: bool) -> str:
+    """Why a recipe is not a candidate on a machine; "" if it is one.
+
+    A machine has one wide recipe: fp16 where it has no bf16, else bf16. The other one and emulated recipes
+    are candidates if asked for.
+    """
+    if is_asked:
+        return ""
+    backend = choose_backend(recipe(name), machine.facts)
+    if backend.name == "emulated":
+        return f"emulated on this device: {backend.reason}"
+    if name == "fp16" and choose_backend(recipe("bf16"), machine.facts).name == "native":
+        return "bf16 is as fast here, and needs no loss scale"
+    return ""

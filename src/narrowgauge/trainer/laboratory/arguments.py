@@ -1,0 +1,107 @@
+"""The types of the arguments of verbs: what the command line shows for a value, and how it reads one.
+
+A function of these is at once a function of Python and a verb: `cli.signature` makes its options. This
+imports no torch, so help and usage errors appear at once.
+"""
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, TypedDict
+
+from narrowgauge.system.errors import UserError
+from narrowgauge.system.units import parse_count
+from narrowgauge.trainer import models  # each name is imported when it is used
+
+Line = argparse.Namespace  # a command line with keys of the configuration
+#: Takes the name of what is measured, how many parts are done, and their number.
+Progress = Callable[[str, int, int], None]
+Console = Any  # of rich, where a verb prints
+Say = Callable[[str], object]  # prints a line as it is
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a value is written on the command line.
+
+    Attributes:
+        metavar: What help shows in its place.
+        read: The value of a text; None for the type's own. Its `UserError` becomes the error of the option.
+        is_positional: Whether it is given without an option's name.
+        is_list: Whether the values of a repeated option are joined.
+        nargs: How many words a positional one takes; None for what its type says.
+        alone: The value of an option that is given without one.
+    """
+
+    metavar: str = ""
+    read: Callable[[str], Any] | None = None
+    is_positional: bool = False
+    is_list: bool = False
+    nargs: str | None = None
+    alone: Any = None
+
+
+def names(text: str) -> tuple[str, ...]:
+    """The words between the commas of a text."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """The whole numbers above 0 between the commas of a text."""
+    return tuple(map(positive, names(text)))
+
+
+def positive(text: str) -> int:
+    """A whole number above 0."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+def parse_seeds(text: str) -> int | tuple[int, ...]:
+    """The seeds in a text: their number, or which where the text has a comma.
+
+    >>> parse_seeds("3"), parse_seeds("1,7"), parse_seeds("4,")
+    (3, (1, 7), (4,))
+    """
+    words = names(text)
+    if not words or not all(word.isdecimal() for word in words) or text in ("0", "00"):
+        raise UserError(f"--seeds {text}: write how many, as in 3, or which, as in 1,2,3")
+    return tuple(map(int, words)) if "," in text else int(text)
+
+
+def parse_amount(text: str) -> float:
+    """A number above 0, such as 1.9e9, 1.9B or 38B."""
+    if not (number := parse_count(text)):
+        raise UserError(f"{text!r}: it must be a number such as 1.9e9 or 38B")
+    return number
+
+
+def _model(name: str) -> str:
+    models.model_config(name)
+    return name
+
+
+COUNT, NAMES = Form("N", positive), Form("A,B,C", names, is_list=True)
+RUN, CAST = Form("RUN", is_positional=True), Form("CAST")
+Count = Annotated[int, COUNT]
+Names = Annotated[tuple[str, ...], NAMES]
+Folder = Annotated[Path, Form("DIR")]
+File = Annotated[Path, Form("FILE")]
+Source = Annotated[str, Form("SOURCE")]
+Seeds = Annotated[int | tuple[int, ...], Form("N|A,B,C", parse_seeds)]
+Amount = Annotated[float, Form("N", parse_amount)]
+NamedModel = Annotated[str, Form("NAME", _model)]
+Run = Annotated[Path, RUN, "a run, a Hugging Face folder or an llm.c model"]
+
+
+class Text(TypedDict, total=False):
+    """The text and the device of a measurement."""
+
+    data: Annotated[Source | Path | None, "text, if not the run's"]
+    batches: Annotated[Count, "batches of held-out text, spread evenly over it (8; 4 with many passes)"]
+    batch_size: Annotated[Count | None, "sequences of a batch (the run's micro-batch)"]
+    sequence_length: Annotated[Count | None, "tokens of a sequence (the run's)"]
+    tokenizer: Annotated[File | str | None, "a tokenizer.json (the model's)"]
+    device: Annotated[str, "auto, cpu or cuda (auto)"]

@@ -1,0 +1,318 @@
+"""Gauges in any training loop: what the casts of a converted model do to its tensors, step by step.
+
+    with ng.gauges(model) as gauges:
+        for batch in batches:
+            loss = model(batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    print(gauges.map())
+    gauges.report("gauges.html")
+
+A step ends when an optimizer of torch's (or ours) updates a parameter of the model; no call is needed. Each
+place is read once a step, in the first micro-batch (`nn.gauges`). Reading changes no value.
+
+Torch calls a hook before and after each step of any optimizer, but only inside the block. The hook before is
+necessary: it reads a gradient that the step may drop, separates the update's write to a weight from writes
+of the loop, and finds the moments of an optimizer that is known only when it steps.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from narrowgauge.nn import Gauges, Stepped
+from narrowgauge.nn.gauges import LayerGauge, means
+from narrowgauge.nn.observer import Observation
+from narrowgauge.optim import Optimizer
+from narrowgauge.optim.gauges import make_gauges
+from narrowgauge.quantization import QuantizedState, state_of
+from narrowgauge.recipes import GAUGED_PLACES
+from narrowgauge.system.errors import UserError, checked
+from narrowgauge.system.files import write_whole
+from narrowgauge.system.result import Result, Row, text_table
+from narrowgauge.trainer.laboratory.chart import heat
+from narrowgauge.trainer.laboratory.reporters import reporter
+
+#: A custom gauge: from a tensor as it came, and the values that the GEMM sees, to a number.
+Figure = Callable[[torch.Tensor, torch.Tensor], float]
+_FIGURES = ("underflow", "zeros", "largest", "clipped", "nonfinite", "mean_error", "rms", "cosine")
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One place of one layer in one step.
+
+    Attributes:
+        step: The optimizer step, from 1.
+        layer: The name of the layer.
+        place: The place, such as "fprop.x"; "fprop.y", "dgrad.dx" and "wgrad.dw" are results of GEMMs.
+        cast: The name of the cast; None for a result.
+        snr_db: Signal to quantization noise in decibels; None where nothing was lost.
+        figures: The other figures by name: shares of the elements, and the figures of custom gauges.
+    """
+
+    step: int
+    layer: str
+    place: str
+    cast: str | None
+    snr_db: float | None
+    figures: Mapping[str, float | None]
+
+    def as_row(self) -> Row:
+        """The reading as a flat dictionary."""
+        row: Row = {"step": self.step, "layer": self.layer, "place": self.place, "cast": self.cast}
+        return {**row, "snr_db": self.snr_db, **self.figures}
+
+    def __getitem__(self, key: str) -> Any:
+        return self.as_row()[key]
+
+
+class GaugeMap(Result, Sequence[Reading]):
+    """The readings of one step, by layer and place."""
+
+    def __init__(self, readings: Sequence[Reading]) -> None:
+        """Keep the readings, in the order of the model's layers."""
+        self._readings = tuple(readings)
+
+    def __len__(self) -> int:
+        return len(self._readings)
+
+    def __iter__(self) -> Iterator[Reading]:
+        return iter(self._readings)
+
+    def __getitem__(self, at: Any) -> Any:
+        return self._readings[at]
+
+    def __repr__(self) -> str:
+        known = [r for r in self if r.snr_db is not None]
+        if not known:
+            return f"<GaugeMap: {len(self)} readings, no noise>"
+        worst = min(known, key=lambda r: r.snr_db or 0.0)
+        return f"<GaugeMap of step {worst.step}: worst {worst.layer} {worst.place}, {worst.snr_db:.2f} dB>"
+
+    def rows(self) -> list[Row]:
+        """A row for each layer and place."""
+        return [reading.as_row() for reading in self]
+
+    def as_json(self) -> dict[str, Any]:
+        """The readings."""
+        return {"readings": self.rows()}
+
+    def _cells(self) -> tuple[list[str], list[str], dict[tuple[str, str], float]]:
+        values = {(r.layer, r.place): r.snr_db for r in self if r.snr_db is not None}
+        layers = list(dict.fromkeys(layer for layer, _ in values))
+        places = [place for place in GAUGED_PLACES if any(place == p for _, p in values)]
+        return layers, places, values
+
+    def table(self) -> str:
+        """Decibels of signal to quantization noise by layer and place; empty where nothing was lost."""
+        layers, places, values = self._cells()
+        lines = [("layer", *places)]
+        for layer in layers:
+            found = (values.get((layer, place)) for place in places)
+            lines.append((layer, *("" if x is None else f"{x:.2f}" for x in found)))
+        return (
+            text_table(lines)
+            + "\nsignal to quantization noise, dB; at 20 dB the noise is a tenth of the values"
+        )
+
+    def plot(self) -> str:
+        """The map as a picture: the darker, the less noise."""
+        return heat(*self._cells(), "signal to quantization noise, dB", ".1f")
+
+
+class GaugeSession:
+    """Gauges that are attached to a model between `with` and the end of its block.
+
+    Attributes:
+        readings: The readings of each step that was read, by its number.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, every: int, own: Mapping[str, Figure], to: Sequence[object]
+    ) -> None:
+        """Find the layers under a recipe; nothing is attached yet."""
+        self.model, self.every, self.own = model, every, dict(own)
+        self._reports = [reporter(one) for one in to]
+        self.layers: dict[str, torch.nn.Module] = dict(
+            filter(lambda named: isinstance(named[1], Stepped), model.named_modules())
+        )
+        if not self.layers:
+            raise UserError(
+                f"{type(model).__name__} has no layer under a recipe, and gauges read what casts do; put it "
+                "under one first: ng.convert(model, 'mxfp8')"
+            )
+        if every < 1:
+            raise UserError(f"every = {every} must be a number of steps from 1 on")
+        self.readings: dict[int, list[Reading]] = {}
+        self._lines: list[dict[str, Any]] = []
+        self._step, self._reader = 1, None if every > 1 else self._make(None)
+        self._own_figures: dict[tuple[str, str], dict[str, float]] = {}
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> "GaugeSession":
+        self._handles = [
+            register_optimizer_step_pre_hook(self._before_update),
+            register_optimizer_step_post_hook(self._after_update),
+        ]
+        self._attach()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for handle in self._handles:
+            handle.remove()
+        if (reader := self._reader) is not None:
+            reader.begin_micro_batch(is_first=False, is_last=False)
+            reader.detach()
+            if kind is None and reader.vectors:  # passes without an update are a reading as well
+                self._keep(reader)
+        self._reader = None
+
+    def map(self, step: int | None = None) -> GaugeMap:
+        """The readings of a step; None for the last that was read.
+
+        Raises:
+            UserError: Nothing was read, or not in this step.
+        """
+        if not self.readings:
+            raise UserError("nothing was read: no pass of the model was computed inside the with block")
+        if step is not None and step not in self.readings:
+            raise UserError(
+                f"step {step} was not read; those that were: {', '.join(map(str, self.readings))}"
+            )
+        return GaugeMap(self.readings[max(self.readings) if step is None else step])
+
+    def entries(self, prefix: str = "narrowgauge/") -> dict[str, float]:
+        """The means over layers of the last readings by place, for `wandb.log` and other reporters."""
+        last = max(self.readings, default=0)
+        return means([line for line in self._lines if line["step"] == last], prefix)
+
+    def report(self, path: str | Path) -> Path:
+        """Write a page with the map of every step that was read, and return its path.
+
+        Raises:
+            UserError: Nothing was read, or the file cannot be written.
+        """
+        from narrowgauge.trainer.report import Run, render_report  # here: gauges need no template engine
+
+        self.map()
+        path = Path(path)
+        run = Run(path.stem, path, {}, (), (), (), "done", "", gauges=self._lines)
+        try:
+            write_whole(path, render_report([run]))
+        except OSError as error:
+            raise UserError(f"{path} cannot be written: {error.strerror}; name another file") from None
+        return path
+
+    def _make(self, optimizer: Optimizer | None) -> Gauges:
+        """The gauges of a step; moments are known once the optimizer is."""
+        names: dict[torch.Tensor, str] = {p: name for name, p in self.model.named_parameters()}
+        if optimizer is not None:
+            return make_gauges(self.model, optimizer, names)
+        state: dict[tuple[str, str], QuantizedState | torch.Tensor] = {}
+        for p, name in names.items():
+            if p.ndim >= 2:
+                places: dict[str, QuantizedState | torch.Tensor] = {"weight": p}
+                for place, tensor in (places | state_of(p).by_place()).items():
+                    state[name.removesuffix(".weight"), place] = tensor
+        return Gauges(self.layers, state)
+
+    def _attach(self) -> None:
+        if (reader := self._reader) is None:
+            return
+        reader.begin_micro_batch(is_first=True, is_last=True)
+        self._own_figures = {}
+        if self.own:
+            for name, layer in self.layers.items():
+                own = _WithOwn(LayerGauge(name, reader), self.own, self._own_figures)
+                layer.observer = own  # type: ignore[assignment]
+
+    def _is_of_model(self, optimizer: torch.optim.Optimizer) -> bool:
+        own = {id(p) for p in self.model.parameters()}
+        return any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+
+    def _before_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self._reader is None or not self._is_of_model(optimizer):
+            return
+        if isinstance(optimizer, Optimizer):
+            self._reader.state |= self._make(optimizer).state
+        self._reader.after_backward()
+
+    def _after_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not self._is_of_model(optimizer):
+            return
+        if self._reader is not None:
+            self._reader.after_step()
+            self._keep(self._reader)
+        self._step += 1
+        self._reader = None if self._step % self.every else self._make(None)
+        self._attach()
+
+    def _keep(self, reader: Gauges) -> None:
+        """Fetch the readings of a step."""
+        lines = reader.lines(self._step)
+        for line in lines:
+            line |= self._own_figures.get((line["layer"], line["place"]), {})
+        names = (*_FIGURES, *self.own)
+        self.readings[self._step] = [
+            Reading(
+                *(line["step"], line["layer"], line["place"], line["cast"], line.get("sqnr_db")),
+                {name: line.get(name) for name in names},
+            )
+            for line in lines
+        ]
+        self._lines += lines
+        for report in self._reports:
+            report(self._step, self.entries())
+
+
+@dataclass(frozen=True)
+class _WithOwn:
+    """An observer that also computes custom gauges, once for each place."""
+
+    gauge: LayerGauge
+    own: Mapping[str, Figure]
+    found: dict[tuple[str, str], dict[str, float]]
+
+    def operand(self, observation: Observation) -> None:
+        self.gauge.operand(observation)
+        key = (self.gauge.layer, observation.place)
+        if key not in self.found:
+            x, seen = observation.x.detach().float(), observation.seen.detach().float()
+            self.found[key] = {name: float(figure(x, seen)) for name, figure in self.own.items()}
+
+    def product(self, place: str, c_MN: torch.Tensor, a_RK: torch.Tensor, b_NK: torch.Tensor) -> None:
+        self.gauge.product(place, c_MN, a_RK, b_NK)
+
+
+@checked
+def gauges(
+    model: torch.nn.Module, every: int = 1, own: Mapping[str, Figure] | None = None, to: object = ()
+) -> GaugeSession:
+    """Attach gauges to a converted model for a `with` block, in a loop of any shape.
+
+    Args:
+        model: A model that `convert` has changed.
+        every: Steps between readings; the first is step `every`.
+        own: Custom gauges by name: functions of an operand as it came and as the GEMM sees it (after a
+            Hadamard transform in its coordinates), both float32 matrices, that return a number.
+        to: A reporter, or a sequence of some, that gets the `entries` of each step that was read: a W&B run,
+            `trackio`, a `SummaryWriter`, `mlflow`, a logger of Lightning, or a function of a step and a
+            dictionary.
+
+    Returns:
+        The session, for `with ng.gauges(model) as g:`; then `g.map()`, `g.report("x.html")` and
+        `g.entries()`.
+
+    Raises:
+        UserError: No layer of the model is under a recipe, or `to` is not a reporter.
+    """
+    return GaugeSession(model, every, own or {}, to if isinstance(to, list | tuple) else (to,))

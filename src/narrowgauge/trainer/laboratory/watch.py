@@ -1,0 +1,178 @@
+"""Follows runs and comparisons on a page that is written again while they train.
+
+The page, `live.html`, is a file, so it needs no server: the browser loads it again every few seconds. It is
+made of the run directories alone, and nothing is asked of the processes that train: it shows a run of another
+user, of another machine on a shared file system, or one that was killed last year.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from subprocess import DEVNULL, PIPE, Popen
+from threading import Event, Thread
+
+from narrowgauge.system.errors import UserError
+from narrowgauge.system.files import make_directory
+from narrowgauge.system.signals import without_launcher
+from narrowgauge.trainer.experiment.power import power_text
+from narrowgauge.trainer.experiment.probe import read_probe
+from narrowgauge.trainer.report.page.html import page as page_without_script
+from narrowgauge.trainer.report.page.page import render_report, write_page
+from narrowgauge.trainer.report.page.rungs import rungs_section
+from narrowgauge.trainer.report.page.standing import standing
+from narrowgauge.trainer.report.page.subject import (
+    Subject,
+    progress_of,
+    read_begun,
+    rows_of,
+    subjects,
+    together,
+)
+from narrowgauge.trainer.report.read.progress import Progress
+from narrowgauge.trainer.report.read.run import ENDED, Run
+from narrowgauge.trainer.report.verdict.rungs import arm_results
+from narrowgauge.trainer.report.verdict.verdict import paired_gaps
+
+LIVE, REPORT = "live.html", "report.html"
+_EVERY_S = 4.0
+_REST = 9.0  # and at least this many times as long as the pages took, so a tenth of a core
+_EXIT_S = 5.0  # for a killed process, whose files the system closes first, to disappear
+
+
+def live_page(paths: Sequence[Path], out: Path | None = None) -> Path:
+    """The file of the page of some paths: `out`, or live.html in the first.
+
+    Raises:
+        UserError: A path is a file, or stands in a folder that does not exist.
+    """
+    for path in paths:
+        if path.is_file():
+            raise UserError(
+                f"{path} is a file; name a run directory, a folder of compare, or a folder of runs"
+            )
+        if not path.exists() and not path.resolve().parent.is_dir():
+            raise UserError(f"{path.parent} does not exist; name a run directory, or where one will be")
+    return out or paths[0] / LIVE
+
+
+def follow(paths: Sequence[Path], page: Path, stop: Event | None = None) -> None:
+    """Write the page of some paths again and again, until all their runs have ended, or `stop` is set.
+
+    The page that it leaves, also at Ctrl-C, does not load itself again.
+
+    Raises:
+        UserError: A page cannot be written.
+    """
+    stop, begun = stop or Event(), time.monotonic()
+    try:
+        while write_pages(paths, page, is_live=True):
+            if stop.wait(max(_EVERY_S, _REST * (time.monotonic() - begun))):
+                break
+            begun = time.monotonic()
+    finally:
+        write_pages(paths, page)
+
+
+def write_pages(paths: Sequence[Path], page: Path, is_live: bool = False) -> bool:
+    """Write the page of some paths; of a folder a list of its runs, and the page of each that is at work.
+
+    Returns:
+        Whether it may change: something is to come, or has not ended.
+    """
+    found, is_one = subjects(paths)
+    states = [progress_of(one, time.time()) for one in found]
+    open_ones = [any(run.state not in ENDED for run in runs) for runs in states]
+    if is_one and found:
+        write_page(page_of(found[0], states[0], is_live and open_ones[0]), page)
+        return open_ones[0]
+    for one, runs in zip(found, states, strict=True):
+        own, is_open = one.folder / LIVE, any(run.is_at_work for run in runs)
+        if is_open or (own.exists() and 'id="live"' in own.read_text()):
+            with suppress(UserError):  # a directory of another user has no page of its own
+                write_page(page_of(one, runs, is_live and is_open), own)
+    if found:
+        links = [_link(one.folder, page.parent) for one in found]
+        rows = [together(one, runs) for one, runs in zip(found, states, strict=True)]
+        write_page(page_without_script(paths[0].resolve().name, standing(rows, links=links), is_live), page)
+    return True
+
+
+def page_of(one: Subject, states: Sequence[Progress], is_live: bool = False) -> str:
+    """The page of a run or a comparison, with where each run stands; before the first run only that."""
+    runs = read_begun(one.paths)
+    sentences, more = _of_plan(one, runs)
+    section = standing(states, sentences, one.is_compared)
+    if not runs:
+        return page_without_script(one.name, section, is_live)
+    return render_report(runs, one.planned.command if one.planned else "", more, section, is_live)
+
+
+@contextmanager
+def watched_by_another(path: Path, say: Callable[[str], object]) -> Iterator[None]:
+    """A live page of a run or a comparison, written by another process as long as this one trains.
+
+    The other process reads a pipe that only this one can write. When this process ends, even by SIGKILL, the
+    pipe ends, and the other writes the page a last time.
+
+    Args:
+        path: The directory, which may not exist yet.
+        say: Called with the address of the page.
+    """
+    with suppress(OSError):  # the run reports why it cannot be made
+        make_directory(path.parent)
+    command = [sys.executable, "-m", __name__, str(path)]
+    environment = without_launcher(os.environ)
+    with Popen(  # in a separate session, since Ctrl-C is for the run
+        command, stdin=PIPE, stdout=DEVNULL, stderr=DEVNULL, env=environment, start_new_session=True
+    ):
+        say(f"live page: {(path / LIVE).resolve().as_uri()}")
+        yield
+
+
+def _follow_beside(path: Path) -> None:
+    """Follow the run or comparison of the process that holds the other end of the standard input."""
+    stop = Event()
+
+    def is_at_work() -> bool:
+        return any(run.is_at_work for one in subjects([path])[0] for run in progress_of(one, time.time()))
+
+    def wait() -> None:
+        os.read(0, 1)  # nothing is ever written
+        deadline = time.monotonic() + _EXIT_S
+        while is_at_work() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        stop.set()
+
+    Thread(target=wait, daemon=True).start()
+    follow([path], path / LIVE, stop)
+
+
+def _link(folder: Path, here: Path) -> str:
+    """The address of the page in a folder, relative to another; "" without one."""
+    page = next((page for name in (LIVE, REPORT) if (page := folder / name).exists()), None)
+    return "" if page is None else Path(os.path.relpath(page, here)).as_posix()
+
+
+def _of_plan(one: Subject, runs: Sequence[Run]) -> tuple[list[str], str]:
+    """What a planned comparison can see, as sentences, and its rungs as HTML if it is measured."""
+    if (planned := one.planned) is None or not planned.compared:
+        return [], ""
+    rows, family, quiet = rows_of(planned), list(planned.family), planned.is_quiet
+    results = arm_results(rows, planned.reference, family, planned.parameters, is_quiet=quiet)
+    last = planned.compared[0]
+    gaps = {arm.arm: dict(arm.gaps) for arm in results if arm.rung == last.rung}
+    done = [run for run in runs if run.status == "done"]
+    if not gaps and done[:1] == list(runs[:1]) and done:
+        gaps = paired_gaps(done)
+    seeds, arms = len(planned.seeds), len(planned.family)
+    sight = power_text(seeds, arms, last.tokens, planned.parameters, gaps, quiet)
+    if not rows:
+        return [sight], ""
+    return [sight], rungs_section(rows, results, planned.parameters, read_probe(one.folder))
+
+
+if __name__ == "__main__":
+    _follow_beside(Path(sys.argv[1]))

@@ -1,0 +1,160 @@
+"""The curves of the page, reduced to the resolution of a screen.
+
+A run of 100,000 steps has more points than a screen has columns. Its steps are grouped into buckets of an
+equal number of tokens; each keeps the mean, the least and the greatest value, so the line on the page is a
+mean, and the band around it hides no spike. The mean is placed in the middle of its bucket, and all runs of a
+page share the buckets: a gap between means of unequal spans would reflect the slope of the loss instead of
+the difference of the runs. If every run is short, every step is kept and there is no band.
+
+Non-finite values never reach the page: a bucket counts only its finite values, and one without any is `null`,
+a gap in the curve. An event marks the steps whose loss was not finite.
+"""
+
+import math
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Any, TypeVar
+
+from narrowgauge.trainer.report.page.events import SILENT, event_name, reason_of
+from narrowgauge.trainer.report.read.run import Run
+from narrowgauge.trainer.report.read.steps import Step
+from narrowgauge.trainer.report.verdict.groups import groups, references
+
+POINTS_PER_RUN = 1200
+POINTS_PER_PAGE = 9000  # about 110 bytes a point: a fifth of the 5 MB a page may have
+EVENTS_PER_PAGE = 4000
+METRICS = ("loss", "lr", "grad_norm", "tokens_per_s")
+T = TypeVar("T")
+Curve = dict[str, list[float | None]]
+
+
+def page_data(runs: Sequence[Run]) -> dict[str, Any]:
+    """All curves and events of the page as JSON-ready values without NaN or infinity."""
+    points = max(50, min(POINTS_PER_RUN, POINTS_PER_PAGE // len(runs)))
+    events = max(20, EVENTS_PER_PAGE // len(runs))
+    all_groups = groups(runs)
+    partners = references(all_groups)
+    number = {id(run): i for i, run in enumerate(runs)}
+    width = max(_width(run.steps, points) for run in runs)
+    data = [_run_data(run, width, points, events) for run in runs]
+    for variant, group in enumerate(all_groups):
+        for run in group.runs.values():
+            partner = partners.get(id(run))
+            kin = {"variant": variant, "reference": None if partner is None else number[id(partner)]}
+            data[number[id(run)]] |= kin
+    return {"runs": data, "variants": [group.name for group in all_groups]}
+
+
+def _run_data(run: Run, width: int, points: int, events: int) -> dict[str, Any]:
+    buckets = _buckets(run.steps, width)
+    clock = _Clock(run.steps)
+    measured = thin(run.validation if run.final_validation is not None else [], points)
+    return {
+        "name": run.name,
+        "emulated": run.backend == "emulated",
+        "x": _positions(buckets),
+        "end": {axis: (places or [0])[-1] for axis, places in _positions([run.steps[-1:]]).items()},
+        "curves": {name: _curve(buckets, name) for name in METRICS},
+        "validation": {
+            "x": {
+                "step": [at.step for at in measured],
+                "tokens": [at.tokens for at in measured],
+                "seconds": [round_digits(clock.at(at.step)[1]) for at in measured],
+            },
+            "mean": [round_digits(at.val_loss) for at in measured],
+        },
+        "events": _events(run, clock, events),
+    }
+
+
+def _width(steps: Sequence[Step], points: int) -> int:
+    """The number of tokens in a bucket, so that a run has at most `points` buckets; 0 to keep every step."""
+    if len(steps) <= points:
+        return 0
+    size = math.ceil(len(steps) / (points - 1))  # a run that starts midway has one more partial bucket
+    return size * max(1, round(_place(steps[-1]) / max(1, steps[-1].step)))
+
+
+def _buckets(steps: Sequence[Step], width: int) -> list[Sequence[Step]]:
+    """The steps in buckets of `width` tokens, which begin at multiples of it; one step each if it is 0."""
+    if not width:
+        return [steps[i : i + 1] for i in range(len(steps))]
+    return [list(bucket) for _, bucket in groupby(steps, lambda step: -(-_place(step) // width))]
+
+
+def _place(step: Step) -> int:
+    """The tokens up to a step; its number if no tokens were recorded."""
+    return step.tokens or step.step
+
+
+def _positions(buckets: Sequence[Sequence[Step]]) -> dict[str, list[float | None]]:
+    """The middles of the buckets on each of the three selectable axes."""
+    ends = [(bucket[0], bucket[-1]) for bucket in buckets if bucket]
+    return {
+        "step": [_middle(a.step, b.step) for a, b in ends],
+        "tokens": [_middle(a.tokens, b.tokens) for a, b in ends],
+        "seconds": [round_digits((a.seconds + b.seconds) / 2) for a, b in ends],
+    }
+
+
+def _middle(first: int, last: int) -> float:
+    return (first + last) / 2 if (first + last) % 2 else (first + last) // 2
+
+
+def _curve(buckets: Sequence[Sequence[Step]], name: str) -> Curve:
+    """The mean of each bucket; also least and greatest if buckets hold more than one step."""
+    finite = [[v for step in bucket if math.isfinite(v := getattr(step, name))] for bucket in buckets]
+    curve: Curve = {"mean": [round_digits(math.fsum(v) / len(v)) if v else None for v in finite]}
+    if name != "lr" and any(len(bucket) > 1 for bucket in buckets):
+        curve["least"] = [round_digits(min(v)) if v else None for v in finite]
+        curve["greatest"] = [round_digits(max(v)) if v else None for v in finite]
+    return curve
+
+
+def _events(run: Run, clock: "_Clock", limit: int) -> list[dict[str, Any]]:
+    """The events, at most `limit`, thinned evenly; saves and other events get half each."""
+    marks = (event for event in run.events if event["event"] not in SILENT)
+    all_events = [dict(event) for event in marks] + _non_finite(run.steps)
+    saves = [event for event in all_events if event["event"] == "save"]
+    others = [event for event in all_events if event["event"] != "save"]
+    kept = thin(others, limit // 2) + thin(saves, limit // 2)
+    return [_event(event, clock) for event in sorted(kept, key=lambda event: event["step"])]
+
+
+def _event(event: Mapping[str, Any], clock: "_Clock") -> dict[str, Any]:
+    tokens, seconds = clock.at(event["step"])
+    x = {"step": event["step"], "tokens": tokens, "seconds": round_digits(seconds)}
+    return {"kind": event_name(event), "x": x, "reason": reason_of(event)[:200]}
+
+
+def _non_finite(steps: Sequence[Step]) -> list[dict[str, Any]]:
+    """An event at the start of each sequence of steps whose loss was not finite."""
+    bad = [not math.isfinite(step.loss) for step in steps]
+    starts = [i for i, now in enumerate(bad) if now and not (i and bad[i - 1])]
+    event = {"event": "not finite", "reason": "the loss was not finite"}
+    return [{**event, "step": steps[i].step} for i in starts]
+
+
+def thin(items: Sequence[T], limit: int) -> list[T]:
+    """Every n-th item, at most `limit`, always with the last one."""
+    stride = math.ceil(len(items) / limit) or 1
+    return list(items[::-1][::stride][::-1])
+
+
+class _Clock:
+    """Tokens and seconds at any step number, recorded or not."""
+
+    def __init__(self, steps: Sequence[Step]) -> None:
+        self.steps = steps
+        self.numbers = [step.step for step in steps]
+
+    def at(self, number: int) -> tuple[int, float]:
+        """(tokens, seconds) at the last recorded step up to `number`; zeros before the first."""
+        last = bisect_right(self.numbers, number)
+        return (self.steps[last - 1].tokens, self.steps[last - 1].seconds) if last else (0, 0.0)
+
+
+def round_digits(value: float, digits: int = 6) -> float | None:
+    """A value rounded to the significant digits that a screen shows; None if it is not finite."""
+    return float(f"{value:.{digits}g}") if math.isfinite(value) else None

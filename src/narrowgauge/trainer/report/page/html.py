@@ -1,0 +1,90 @@
+"""The HTML of pages: templates that escape every value, unless another template made it.
+
+A page needs no network: its style stands in it, and a content security policy admits its own script alone, by
+the script's hash. Names, settings and texts of runs are untrusted, so only the templates here write markup.
+"""
+
+import base64
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+
+import jinja2
+from markupsafe import Markup
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table of texts whose first column names the rows.
+
+    Attributes:
+        label: The accessible name.
+        head: The names of the columns.
+        rows: The cells of each row, which has the kind of its first cell.
+        text: The columns that hold words; the others are aligned as numbers. None: all hold words.
+        is_code: Whether the names of the rows are code.
+    """
+
+    label: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    text: Sequence[str] | None = ()
+    is_code: bool = False
+
+    def is_number(self, column: int) -> bool:
+        """Whether a column holds numbers."""
+        return column > 0 and self.text is not None and self.head[column] not in self.text
+
+
+class Cell(str):
+    """A text in a cell of a kind, a class of the style sheet."""
+
+    kind: str
+
+    def __new__(cls, text: str, kind: str) -> "Cell":
+        """The text, marked."""
+        cell = super().__new__(cls, text)
+        cell.kind = kind
+        return cell
+
+
+def part(name: str, *values: object) -> Markup:
+    """A part of a page: a macro of parts.html.jinja, filled with values."""
+    macro = getattr(_templates().get_template("parts.html.jinja").module, name)
+    return Markup(macro(*values))
+
+
+def page(title: str, content: Markup, reloads: bool = False) -> str:
+    """A page of parts alone, without a script; one that reloads is loaded again every few seconds."""
+    return _page("base", "", title=title, content=content, reloads=reloads)
+
+
+def page_with_script(template: str, javascript: str, **values: object) -> str:
+    """A page of a template with a script."""
+    digest = base64.b64encode(hashlib.sha256(javascript.encode()).digest()).decode()
+    return _page(template, f"; script-src 'sha256-{digest}'", javascript=Markup(javascript), **values)
+
+
+def web_file(name: str) -> str:
+    """The text of a script or style sheet."""
+    return resources.files("narrowgauge.trainer.report.page").joinpath("web", name).read_text("ascii").strip()
+
+
+def _page(template: str, policy: str, **values: object) -> str:
+    """The page in ASCII."""
+    values |= {"style": Markup(web_file("page.css")), "policy": Markup(policy)}
+    html = _templates().get_template(f"{template}.html.jinja").render(values)
+    return html.encode("ascii", "xmlcharrefreplace").decode()
+
+
+@cache
+def _templates() -> jinja2.Environment:
+    return jinja2.Environment(
+        loader=jinja2.PackageLoader("narrowgauge", "trainer/report/page/templates"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )

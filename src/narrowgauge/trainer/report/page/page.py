@@ -1,0 +1,122 @@
+"""One self-contained HTML page for one run or several.
+
+The page needs no network and no server. Its text is filled into the template `page.html.jinja` (`html`);
+`curves` and `gauges` give data that the page's script draws, as JSON that cannot close its script element.
+"""
+
+import json
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from markupsafe import Markup
+
+from narrowgauge.system.errors import UserError
+from narrowgauge.system.files import make_directory, write_whole
+from narrowgauge.trainer.report.page import sections
+from narrowgauge.trainer.report.page.analysis import analysis
+from narrowgauge.trainer.report.page.by_class import memory, step_time
+from narrowgauge.trainer.report.page.curves import page_data
+from narrowgauge.trainer.report.page.events import events
+from narrowgauge.trainer.report.page.gauges import gauges, heat_data, no_gauges
+from narrowgauge.trainer.report.page.html import page_with_script, web_file
+from narrowgauge.trainer.report.page.reproduce import script
+from narrowgauge.trainer.report.page.standing import standing
+from narrowgauge.trainer.report.read.progress import read_progress
+from narrowgauge.trainer.report.read.run import ENDED, Run, read_runs
+from narrowgauge.trainer.report.table.notes import table_notes
+from narrowgauge.trainer.report.verdict.groups import groups
+
+# in the order of their dependencies
+SCRIPTS = (
+    "marks.js",
+    "save.js",
+    "draw.js",
+    "chart.js",
+    "page.js",
+    "histogram.js",
+    "difference.js",
+    "heat.js",
+)
+
+
+def write_report(runs: Sequence[Path | str], out: Path | str, command: str = "", more: str = "") -> Path:
+    """Read the run directories, write their page atomically to the file `out`, and return its path.
+
+    Missing parent directories are created. The first run's variant is the reference of every gap. `command`
+    is the command line of a comparison; the page of a single run shows the run's. `more` is `Markup` that
+    follows the charts: sections of an experiment. If a run has not ended, the page shows how far each is.
+
+    Raises:
+        UserError: a path is not a run directory, or `out` cannot be written.
+    """
+    read = read_runs(runs)
+    found = [read_progress(run.path, time.time(), run.name) for run in read]
+    is_open = any(one.state not in (*ENDED, "unknown") for one in found)
+    html = render_report(read, command, more, standing(found, is_compared=len(read) > 1) if is_open else "")
+    return write_page(html, Path(out))
+
+
+def write_page(html: str, out: Path) -> Path:
+    """Write a page atomically to the file `out`, whose parent directories are created, and return its path.
+
+    Raises:
+        UserError: `out` cannot be written.
+    """
+    try:
+        if out.is_dir():
+            raise UserError(f"{str(out)!r} is a directory, but a report is a file: try {out / 'report.html'}")
+        make_directory(out.parent)
+        write_whole(out, html)
+    except OSError as error:
+        raise UserError(f"cannot write {str(out)!r} ({error.strerror}); choose another --out") from error
+    return out
+
+
+def render_report(
+    runs: Sequence[Run], command: str = "", more: str = "", where: str = "", is_live: bool = False
+) -> str:
+    """The page as a string of ASCII HTML, under 5 MB for runs of any length.
+
+    Args:
+        runs: The runs, the reference first.
+        command: As in `write_report`.
+        more: As in `write_report`.
+        where: `Markup` of where the runs stand, which comes first (`page.standing`).
+        is_live: Whether the page is written again while the runs train, so that it loads itself again.
+    """
+    return page_with_script(
+        "page",
+        "\n".join(map(web_file, SCRIPTS + (("live.js",) if is_live else ()))),
+        written=f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}" if is_live else "",
+        reloads=False,
+        data=_json_in_html({**page_data(runs), "gauges": heat_data(runs)}),
+        runs=runs,
+        title=sections.title(runs),
+        lead=sections.lead(runs),
+        origin=sections.origin(runs, command),
+        where=where,
+        has_curves=any(run.steps or run.validation for run in runs),
+        events=events(runs),
+        more=more,
+        no_gauges=no_gauges(runs),
+        gauges=gauges(runs),
+        analysis=analysis(runs),
+        rows=sections.all_runs(runs),
+        has_seeds=len(groups(runs)) < len(runs),
+        notes=table_notes(runs),
+        memory=memory(runs),
+        step_time=step_time(runs),
+        samples=sections.samples(runs),
+        settings=[sections.settings(run) for run in runs],
+        differences=sections.differences(runs),
+        audit=sections.audit(runs),
+        script=script(runs),
+    )
+
+
+def _json_in_html(value: object) -> Markup:
+    """JSON that is inert inside a script element: without `<` it can neither close nor open one."""
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))

@@ -1,0 +1,121 @@
+"""What a path holds, a run, a comparison, or a folder of both, and how far each of its runs is.
+
+A comparison is a folder with the plan that `compare` wrote, or several runs that are named together. A folder
+is searched up to three levels below it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.report.page.standing import time_left
+from narrowgauge.trainer.report.read.progress import Progress, folders, is_run, read_progress
+from narrowgauge.trainer.report.read.run import ENDED, Run, RunState, read_run, with_distinct_names
+from narrowgauge.trainer.report.read.stored import COMPARISON, PlannedComparison, read_stored
+from narrowgauge.trainer.report.verdict.rungs import DIVERGED, Row, read_rows
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A run or a comparison.
+
+    Attributes:
+        name: What a list calls it.
+        folder: Its directory; of runs that are named together, that of the first.
+        paths: The directories of its runs that have begun, the reference first.
+        planned: The plan of a comparison; None if there is none.
+    """
+
+    name: str
+    folder: Path
+    paths: tuple[Path, ...]
+    planned: PlannedComparison | None = None
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether it is a comparison."""
+        return self.planned is not None or len(self.paths) > 1
+
+
+def subjects(paths: Sequence[Path]) -> tuple[list[Subject], bool]:
+    """What some paths hold, and whether it is one subject, which needs no list.
+
+    Several paths are runs of one comparison, the first its reference; without that there is nothing yet.
+    """
+    first, *others = paths
+    if others:
+        begun = tuple(filter(is_run, paths))
+        return ([Subject(f"{len(paths)} runs", first, begun)] if is_run(first) else []), True
+    found = [_subject(path, first) for path in folders(first, lambda path: is_run(path) or bool(_plan(path)))]
+    return found, [one.folder for one in found] == [first]
+
+
+def _plan(folder: Path) -> PlannedComparison | None:
+    return read_stored(PlannedComparison, folder / COMPARISON)
+
+
+def _subject(folder: Path, root: Path) -> Subject:
+    name = folder.resolve().name if folder == root else folder.relative_to(root).as_posix()
+    if is_run(folder) or (planned := _plan(folder)) is None:
+        return Subject(name, folder, (folder,))
+    begun = tuple(path for run in planned.compared if is_run(path := folder / run.name))
+    has_reference = begun and begun[0].name == planned.compared[0].name
+    return Subject(name, folder, begun if has_reference else (), planned)
+
+
+def read_begun(paths: Sequence[Path]) -> list[Run]:
+    """The runs that can be read; none without the first, with which the others are compared."""
+    runs: list[Run] = []
+    for path in paths:
+        try:
+            runs.append(read_run(path.resolve()))
+        except (UserError, OSError):  # damaged, or removed between two looks
+            if not runs:
+                return []
+    return with_distinct_names(runs)
+
+
+def progress_of(one: Subject, now: float) -> list[Progress]:
+    """The progress of each run of a subject; those that are only planned wait."""
+    if one.planned is None:
+        return [read_progress(path, now) for path in one.paths]
+    rows = {(row.arm, row.seed, row.rung): row for row in rows_of(one.planned)}
+    found = []
+    for run in one.planned.runs:
+        path, row = one.folder / run.name, rows.get((run.arm, run.seed, run.rung))
+        if path.is_dir() and any(path.iterdir()):
+            found.append(read_progress(path, now))
+        elif row is not None:  # trained on another machine
+            state: RunState = "diverged" if row.status == DIVERGED else "done"
+            found.append(Progress(run.name, state, "", run.steps, run.steps, val_loss=row.own_loss))
+        else:
+            found.append(Progress(run.name, steps=run.steps))
+    return found
+
+
+def together(one: Subject, found: Sequence[Progress]) -> Progress:
+    """The runs of a subject as one row of a list."""
+    if not one.is_compared:
+        return replace(found[0], name=one.name)
+    states = [run.state for run in found]
+    by_need: tuple[RunState, ...] = ("running", "silent", "killed", "preempted", "waiting")
+    worst: RunState = next((state for state in by_need if state in states), "done")
+    return Progress(
+        name=f"{one.name}: {sum(state in ENDED for state in states)} of {len(found)} runs ended",
+        state=worst,
+        step=sum(run.step for run in found),
+        steps=sum(run.steps for run in found),
+        seconds_left=time_left(found),
+        recorded_at=max((run.recorded_at for run in found), default=0.0),
+        guard=[event for run in found for event in run.guard],
+    )
+
+
+def rows_of(planned: PlannedComparison) -> list[Row]:
+    """The results so far, the reference's first; empty for a comparison that is not measured."""
+    try:
+        rows = read_rows(Path(planned.rows)) if planned.rows else []
+    except UserError:  # not written yet
+        return []
+    return rows if rows and rows[0].arm == planned.reference else []

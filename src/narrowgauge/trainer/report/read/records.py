@@ -1,0 +1,141 @@
+"""Readers of the files of a run directory: settings, status, lines of metrics.jsonl and gauges.jsonl.
+
+`kill -9` can tear the line being written, and a resumed run repeats the steps after its last checkpoint. So a
+line that is not a complete JSON object is skipped (and counted), and of several records of a step the last
+one counts.
+"""
+
+import json
+import math
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from narrowgauge.system.errors import UserError
+
+MOST_READINGS = 20_000  # lines of gauges.jsonl to keep; a page shows fewer
+MOST_TEXT = 16_000  # characters of a recipe that a page shows
+_CUT = "# and so on:"
+_STEP = re.compile(rb'\{"step": (\d+),')  # the start of every line that a run writes
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The settings of a config.toml; empty if the file is missing.
+
+    Raises:
+        UserError: the file is not valid TOML.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        return tomllib.loads(path.read_text("utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{str(path)!r} is not valid TOML ({error}); fix that place and try again") from error
+
+
+def read_text(path: Path) -> str:
+    """The text of a file, cut if it is long; "" if it is missing or not text."""
+    try:
+        text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError):
+        return ""
+    return text if len(text) <= MOST_TEXT else f"{text[:MOST_TEXT]}\n{_CUT} {path.name}\n"
+
+
+def is_cut(text: str) -> bool:
+    """Whether `read_text` left out the end of a file."""
+    return len(text) > MOST_TEXT and text[MOST_TEXT:].startswith(f"\n{_CUT}")
+
+
+def read_metrics(path: Path, tail: int = 0) -> tuple[dict[int, dict[str, Any]], list[dict[str, Any]], int]:
+    """Records by step (later ones override, key by key), events in order, number of unreadable lines.
+
+    Of a file with more than `tail` bytes only so many at its end are read; 0 for all.
+    """
+    records: dict[int, dict[str, Any]] = {}
+    events: list[dict[str, Any]] = []
+    ignored, lines = 0, []
+    if path.is_file():
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - tail) if tail else 0)
+            lines = file.read().splitlines()
+    for line in filter(bytes.strip, lines):
+        record = parse_line(line)
+        if record is None:
+            ignored += 1
+        elif "event" in record:
+            events.append(record)
+        else:
+            records.setdefault(record["step"], {}).update(record)
+    return dict(sorted(records.items())), events, ignored
+
+
+def read_gauges(path: Path) -> list[dict[str, Any]]:
+    """The lines of gauges.jsonl; for a very long file only evenly spaced steps, including the last.
+
+    Torn lines and lines without layer or place are left out. The file is read twice and never held
+    completely.
+    """
+    if not path.is_file():
+        return []
+    with path.open("rb") as file:
+        line_counts: dict[int, int] = {}
+        for line in file:
+            if (step := _step_of(line)) is not None:
+                line_counts[step] = line_counts.get(step, 0) + 1
+        chosen = set(_kept_steps(line_counts))
+        file.seek(0)
+        parsed = [parse_line(line) for line in file if _step_of(line) in chosen]
+    return [
+        line
+        for line in parsed
+        if line is not None and isinstance(line.get("layer"), str) and isinstance(line.get("place"), str)
+    ]
+
+
+def _step_of(line: bytes) -> int | None:
+    """The step of a complete line; most lines are matched without parsing their JSON."""
+    if (match := _STEP.match(line)) and line.endswith(b"}\n"):
+        return int(match[1])
+    record = parse_line(line)
+    return None if record is None else int(record["step"])
+
+
+def _kept_steps(line_counts: Mapping[int, int]) -> list[int]:
+    """The steps to keep: every n-th, counted from the last."""
+    steps = sorted(line_counts)
+    stride = math.ceil(sum(line_counts.values()) / MOST_READINGS) or 1
+    return steps[::-1][::stride][::-1]
+
+
+def parse_line(line: bytes) -> dict[str, Any] | None:
+    """The line as a record with an integer step or an event name; None if it is not one."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):  # torn, or not UTF-8
+        return None
+    if not isinstance(record, dict):
+        return None
+    if "event" in record:
+        record["event"] = str(record["event"])
+        record["step"] = record["step"] if isinstance(record.get("step"), int) else 0
+        return record
+    return record if isinstance(record.get("step"), int) else None
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings as {"section.key": value}, in order."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def as_float(value: object) -> float:
+    """A JSON value as a float; NaN for null, text and missing values."""
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan

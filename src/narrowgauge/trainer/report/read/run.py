@@ -1,0 +1,235 @@
+"""A run directory read into plain values.
+
+Each of its files (`runs.run_directory`) may be incomplete, torn or missing. `records` reads them, `steps`
+makes steps of the records, and this module holds the run.
+
+A run writes that it is running, done, preempted or failed. A reader adds (`RunState`): killed, if it is
+running and no process holds it; diverged, if that is why it failed; silent, if its process has recorded
+nothing for much longer than its steps take; waiting, if it is planned and has no directory; broken, if its
+files cannot be read; unknown, if it left no status.
+"""
+
+import json
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.checkpoint import is_abandoned
+from narrowgauge.trainer.report.read.records import read_config, read_gauges, read_metrics, read_text
+from narrowgauge.trainer.report.read.steps import Step, Validation, finite, training_steps, validations
+from narrowgauge.trainer.report.read.stored import Costs, Probe, read_stored
+
+CONFIG, METRICS, STATUS = "config.toml", "metrics.jsonl", "status.json"
+FINAL_STEPS = 10  # the final train loss is a mean over this many steps: a single batch is mostly luck
+RunState = Literal[
+    "running", "done", "preempted", "failed", "killed", "diverged", "silent", "waiting", "broken", "unknown"
+]
+ENDED: tuple[RunState, ...] = ("done", "diverged", "failed")
+WARMUP_STEPS = 3  # allocation and compilation make the first steps slow
+
+
+@dataclass(frozen=True)
+class Run:
+    """The contents of one run directory.
+
+    `steps` and `validation` are in the order of their step numbers, `events` in the order of the file.
+    Losses are in nats per token, memory in bytes, `mfu` is a fraction.
+    """
+
+    name: str
+    path: Path
+    config: Mapping[str, Any]
+    steps: Sequence[Step]
+    validation: Sequence[Validation]
+    events: Sequence[Mapping[str, Any]]
+    status: RunState
+    reason: str
+    ignored_lines: int = 0
+    gauges: Sequence[Mapping[str, Any]] = ()  # lines of gauges.jsonl, for all steps or some
+    probe: Probe | None = None
+    costs: Costs | None = None
+    recipe_text: str = ""
+
+    def setting(self, section: str, key: str) -> Any:
+        """A value of the configuration; None if it is not there."""
+        table = self.config.get(section)
+        return table.get(key) if isinstance(table, Mapping) else None
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The facts in the start and resume events; the last event wins for each key."""
+        starts = [event for event in self.events if event["event"] in ("start", "resume")]
+        facts = {key: value for event in starts for key, value in event.items()}
+        return {key: value for key, value in facts.items() if key not in ("event", "step", "reason")}
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it failed, or diverged."""
+        return self.status in ("failed", "diverged")
+
+    @property
+    def recipe(self) -> str:
+        """The name of the recipe; "" if unknown."""
+        return str(self.facts.get("recipe") or self.setting("recipe", "name") or "")
+
+    @property
+    def backend(self) -> str:
+        """ "native", "emulated" or "high precision"; "" before the first start."""
+        return str(self.facts.get("backend") or "")
+
+    @property
+    def tokens(self) -> int:
+        """Tokens trained on so far."""
+        return self.steps[-1].tokens if self.steps else 0
+
+    @property
+    def final_train_loss(self) -> float | None:
+        """Mean loss over the last 10 steps; NaN if one of them was not finite, None before the first step."""
+        losses = [step.loss for step in self.steps[-FINAL_STEPS:]]
+        return sum(losses) / len(losses) if losses else None
+
+    @property
+    def final_validation(self) -> Validation | None:
+        """The last validation of trained weights; None if there is only the one before the first step."""
+        trained = [at for at in self.validation if at.step > 0]
+        return trained[-1] if trained else None
+
+    @property
+    def final_val_loss(self) -> float | None:
+        """The loss of the last validation of trained weights; None if there is none."""
+        return None if self.final_validation is None else self.final_validation.val_loss
+
+    @property
+    def seed(self) -> int:
+        """The seed of the weights and of the token order; 0 if unknown."""
+        seed = self.setting("training", "seed")
+        return seed if isinstance(seed, int) else 0
+
+    @property
+    def planned_steps(self) -> int | None:
+        """The number of steps planned for the run; None if its config.toml is missing."""
+        steps = self.setting("training", "steps")
+        return steps if isinstance(steps, int) else None
+
+    @property
+    def seconds(self) -> float:
+        """Time spent in steps, over all restarts."""
+        return self.steps[-1].seconds if self.steps else 0.0
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Median speed after the first steps, over all ranks together."""
+        return self._median("tokens_per_s")
+
+    @property
+    def mfu(self) -> float | None:
+        """Median share of the peak described by `peak_source`; None if no peak is known."""
+        return self._median("mfu")
+
+    @property
+    def peak_source(self) -> str:
+        """Description of the peak that the MFU refers to."""
+        return str(self.facts.get("peak_source") or "")
+
+    @property
+    def peak_memory_bytes(self) -> int | None:
+        """The largest memory of any step."""
+        sizes = finite(self.steps, "memory_bytes")
+        return int(max(sizes)) if sizes else None
+
+    @property
+    def samples(self) -> list[tuple[str, str]]:
+        """(prompt, text) of each sample that the run wrote at its end."""
+        samples = [event for event in self.events if event.get("sample") is not None]
+        return [(str(event.get("prompt") or ""), str(event["sample"])) for event in samples]
+
+    def count(self, event_type: str) -> int:
+        """The number of recorded events of a type ("save", "skip", "resume", ...)."""
+        return sum(event["event"] == event_type for event in self.events)
+
+    def _median(self, name: str) -> float | None:
+        found = finite(self.steps[WARMUP_STEPS:] or self.steps, name)
+        return statistics.median(found) if found else None
+
+
+def read_run(path: Path | str, tail: int = 0) -> Run:
+    """Read one run directory.
+
+    With a `tail`, only so many bytes at the end of the metrics, and neither gauges nor results of tools.
+
+    Raises:
+        UserError: `path` holds neither config.toml nor metrics.jsonl, or config.toml is not valid TOML.
+    """
+    path = Path(path)
+    if not any((path / file).is_file() for file in (CONFIG, METRICS)):
+        problem = "holds neither of them" if path.is_dir() else "is not a directory"
+        raise UserError(
+            f"{str(path)!r} is not a run: a run directory holds {CONFIG} and {METRICS}, and this {problem}; "
+            f"give the directory that `narrowgauge train --out` wrote"
+        )
+    records, events, ignored = read_metrics(path / METRICS, tail)
+    steps = training_steps(records)
+    status, reason = read_state(path)
+    run = Run(
+        name=path.resolve().name,
+        path=path,
+        config=read_config(path / CONFIG),
+        steps=steps,
+        validation=validations(records, steps),
+        events=events,
+        status=status,
+        reason=reason,
+        ignored_lines=ignored,
+    )
+    if tail:
+        return run
+    return replace(
+        run,
+        gauges=read_gauges(path / "gauges.jsonl"),
+        probe=read_stored(Probe, path / "probe.json"),
+        costs=read_stored(Costs, path / "sensitivity.json"),
+        recipe_text=read_text(path / "recipe.toml"),
+    )
+
+
+def read_state(path: Path) -> tuple[RunState, str]:
+    """The state of a run, and why; unknown if its status.json is missing or torn."""
+    try:
+        said = json.loads((path / STATUS).read_bytes())
+        word, reason = "diverged" if said.get("diverged") else said["status"], str(said.get("reason") or "")
+    except (OSError, ValueError, KeyError, AttributeError):
+        return "unknown", ""
+    if word == "running" and is_abandoned(path):
+        return "killed", "no process holds it; the same line again continues it"
+    return next((known for known in get_args(RunState) if known == word), "unknown"), reason
+
+
+def read_runs(paths: Iterable[Path | str]) -> list[Run]:
+    """Read several run directories; equal names get enough parent directories to make them distinct.
+
+    Raises:
+        UserError: there is no path, or `read_run` refuses one.
+    """
+    runs = [read_run(path) for path in dict.fromkeys(Path(path).resolve() for path in paths)]
+    if not runs:
+        raise UserError(
+            "a report needs at least one run; give a directory that `narrowgauge train --out` wrote"
+        )
+    return with_distinct_names(runs)
+
+
+def with_distinct_names(runs: Sequence[Run]) -> list[Run]:
+    """The runs; those with equal names get enough parent directories to make them distinct."""
+    runs = list(runs)
+    for depth in range(2, max((len(run.path.parts) for run in runs), default=0) + 1):
+        names = [run.name for run in runs]
+        if len(set(names)) == len(names):
+            break
+        runs = [
+            replace(run, name="/".join(run.path.parts[-depth:])) if names.count(run.name) > 1 else run
+            for run in runs
+        ]
+    return runs

@@ -1,0 +1,292 @@
+"""The training loop: the initial state, the steps, the end.
+
+The order after every step is: gauges (if due), metrics line, checkpoint (if due). So a checkpoint of step n
+never exists without the lines up to n; on a resume later lines are dropped and written again with the same
+digits. All ranks run the same loop: only rank 0 records, displays and samples, and every decision is shared
+(`Coordinator`).
+"""
+
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from narrowgauge.distributed import Mesh
+from narrowgauge.nn import audit
+from narrowgauge.optim.gauges import make_gauges
+from narrowgauge.quantization import shard_of, write_weight
+from narrowgauge.system.errors import Failed, UserError
+from narrowgauge.system.signals import Preempted, Requests, is_compared
+from narrowgauge.system.units import human_bytes
+from narrowgauge.trainer.checkpoint import choose_step, load, require_space_for_run
+from narrowgauge.trainer.data import Loader
+from narrowgauge.trainer.distributed import START
+from narrowgauge.trainer.models import Transformer, generate
+from narrowgauge.trainer.runs.loop.recovery import record_raises, recover
+from narrowgauge.trainer.runs.loop.run_context import RunContext
+from narrowgauge.trainer.runs.loop.validation import validation_loss
+from narrowgauge.trainer.runs.monitor import hardware
+from narrowgauge.trainer.runs.monitor.provenance import now, provenance
+from narrowgauge.trainer.runs.use.trained_model import open_run
+from narrowgauge.trainer.simulate import MemoryTracker
+from narrowgauge.trainer.training.config.config import Config
+from narrowgauge.trainer.training.step.build_model import model_of
+from narrowgauge.trainer.training.step.step_terms import token_lines
+from narrowgauge.trainer.training.step.train_state import TrainState
+from narrowgauge.trainer.training.step.trainer import Trainer
+
+StepResult = tuple[float, float, float]  # loss, gradient norm, learning rate
+_SAMPLED = 160  # tokens, a paragraph; at most one a step, so a sample never takes longer than the training
+
+
+class OutOfMemory(Failed):
+    """The device's memory is too small for a step: exit code 1."""
+
+
+def start_or_resume(context: RunContext, changes: Mapping[str, tuple[object, object]], mesh: Mesh) -> Trainer:
+    """Restore the newest valid checkpoint, or initialize a new state; `changes` are adopted."""
+    directory, log, coordinator = context.directory, context.display.log, context.coordinator
+    coordinator.progress("choosing a checkpoint", START)
+    checkpoint, refused = choose_step(directory.checkpoints, context.run_id, coordinator.control)
+    for sentence in refused:
+        log(f"passed over: {sentence}")
+    coordinator.progress("building the model", START)
+    trainer = Trainer.begin(context.run.config, context.run.device, mesh)
+    if checkpoint is None:
+        _start_from_weights(context.run.config, trainer.model)
+        log(f"run directory: {directory.path}")
+        directory.keep_metrics_until(-1)
+    else:
+        trainer.restore(checkpoint, coordinator.control)
+        log(f"continuing {directory.path} after step {trainer.step}")
+        directory.keep_metrics_until(trainer.step, trainer.guard.rollbacks)
+    plan = trainer.plan_save(directory.checkpoints, context.run_id, coordinator.control)
+    require_space_for_run(directory.checkpoints, plan.space, plan.keep)
+    directory.adopt(context.run.config, changes, context.dataset.digest, trainer.step, context.run_id)
+    event = "start" if checkpoint is None else "resume"
+    directory.record({"event": event, "step": trainer.step, **provenance(), **context.facts})
+    record_raises(context, trainer)
+    directory.set_status("running", "")
+    return trainer
+
+
+def train(context: RunContext, trainer: Trainer, requests: Requests) -> None:
+    """Take all remaining steps.
+
+    Raises:
+        Preempted: a signal arrived; the state is saved.
+    """
+    directory, steps = context.directory, context.run.config.training.steps
+    if trainer.step == 0:
+        found = _validate(context, trainer)
+        directory.record({"step": 0, "tokens": 0, **found})
+        context.display.log(f"step {0:>6}/{steps}  val loss {found['val_loss']:.4f}")
+    is_warm = False
+    while trainer.step < steps:
+        with trainer.batches(context.dataset.train) as batches:
+            _steps(context, trainer, batches, requests, is_warm)
+        is_warm = True
+
+
+def _steps(context: RunContext, trainer: Trainer, batches: Loader, requests: Requests, is_warm: bool) -> None:
+    """Take steps to the end, or until a rollback changes the batches."""
+    directory, config = context.directory, context.run.config
+    steps = config.training.steps
+    last_save = time.monotonic()
+    tokens = _tokens_seen(context, trainer)
+    requests.save_first()
+    while trainer.step < steps:
+        context.coordinator.progress(f"step {trainer.step + 1}", 1.0 if is_warm else START)
+        take_step = _measured_step if is_warm else _first_step
+        line = take_step(context, trainer, batches, tokens)
+        is_warm, tokens = True, line["tokens"]
+        is_last = trainer.step == steps
+        # Read once: a signal may arrive at any moment, and the stop below must follow the save it requests.
+        is_late = time.monotonic() - last_save > 60 * config.checkpoint.every_minutes
+        shared = context.coordinator.all_reduce_max(asked=requests.number, late=is_late)
+        asked = "" if is_last or not shared["asked"] else signal.Signals(shared["asked"]).name
+        if is_last or trainer.step % config.validation.every == 0:
+            line |= _validate(context, trainer)
+        directory.record(line)
+        context.display.step(line)
+        if trainer.verdict.action in ("rollback", "raise"):
+            context.checkpointer.settle()  # the rollback target may still be pending
+        if recover(context, trainer, line["loss"], line["grad_norm"]):
+            return
+        if (check := config.guard.check_every) and trainer.step % check == 0:
+            trainer.check_replicas()
+        if is_last or shared["late"] or asked or trainer.step % config.checkpoint.every == 0:
+            context.checkpointer.save(trainer, context.run_id, must=is_last or bool(asked))
+            last_save = time.monotonic()
+        if asked:
+            directory.record({"event": "stop", "step": trainer.step, "reason": asked, "time": now()})
+            raise Preempted(f"{asked} after step {trainer.step}; the same line continues")
+
+
+def _tokens_seen(context: RunContext, trainer: Trainer) -> int:
+    """The tokens of the steps done, from their lines: sizes may have changed (`--allow-change`)."""
+    lines = context.directory.lines() if context.coordinator.rank == 0 else []  # it records for all
+    counted = [line for line in lines if "tokens" in line]
+    step, tokens = (counted[-1]["step"], counted[-1]["tokens"]) if counted else (0, 0)
+    return int(tokens) + (trainer.step - step) * context.run.config.tokens_per_step
+
+
+def _first_step(context: RunContext, trainer: Trainer, batches: Loader, seen: int) -> dict[str, Any]:
+    """Take the first step of this process, and record what its layers computed in, and its memory."""
+    line = _tracked_step(context, trainer, batches, seen)
+    if context.run.config.spec.recipe.is_narrow and context.coordinator.rank == 0:
+        layers = [asdict(record) for record in audit(trainer.model)]
+        context.directory.record({"event": "audit", "step": trainer.step, "layers": layers})
+    return line
+
+
+def _tracked_step(context: RunContext, trainer: Trainer, batches: Loader, seen: int) -> dict[str, Any]:
+    """Take a step, and record its memory and the estimate."""
+    run = context.run
+    is_hidden = run.config.training.compile and run.device.type != "cuda"  # compiled operations
+    if run.memory is None or is_hidden:
+        return _measured_step(context, trainer, batches, seen)
+    with MemoryTracker(run.device) as tracker:
+        line = _measured_step(context, trainer, batches, seen, tracker.after_forward)
+    memory, plan = tracker.measured(trainer), run.memory
+    facts = {"parameters": memory.parameters, **memory.as_json(), "expected": plan.as_json()}
+    context.directory.record({"event": "memory", "step": trainer.step, **facts})
+    on_host = f"; on the host {human_bytes(sum(memory.host.values()))}" if memory.host else ""
+    context.display.log(
+        f"memory: {memory.classes()} = {human_bytes(memory.peak)}, expected {human_bytes(plan.peak)}{on_host}"
+    )
+    limit = run.memory_limit
+    if limit and memory.peak > limit:
+        raise OutOfMemory(
+            f"a step took {human_bytes(memory.peak)}, and training.memory_limit is {human_bytes(limit)}; "
+            "raise it, or see `narrowgauge plan` for what lowers the peak"
+        )
+    return line
+
+
+def _measured_step(
+    context: RunContext,
+    trainer: Trainer,
+    batches: Loader,
+    seen: int,
+    after_forward: Callable[[torch.Tensor], None] | None = None,
+) -> dict[str, Any]:
+    """Take an optimizer step after `seen` tokens, and return its metrics line."""
+    hardware.synchronize(context.run.device)
+    start = time.perf_counter()
+    is_read = _is_read(context, trainer.step + 1)
+    gauges = make_gauges(trainer.model, trainer.optimizer, trainer.names) if is_read else None
+    loss, norm, lr = _profiled(context, trainer, lambda: trainer.train_step(batches, after_forward, gauges))
+    if gauges is not None:
+        lines = token_lines(trainer.tokens, trainer.step)
+        context.directory.record_gauges([*gauges.lines(trainer.step), *lines])
+    seconds = time.perf_counter() - start  # reading the loss on the host completed the step
+    tokens = context.run.config.tokens_per_step
+    flops, peak = context.facts["flops_per_token"] * tokens, context.facts["peak_flops"]
+    return {
+        "step": trainer.step,
+        "loss": loss,
+        **trainer.terms,
+        "lr": lr,
+        "grad_norm": norm,
+        "tokens": seen + tokens,
+        "tokens_per_s": tokens / seconds,
+        "step_ms": 1000 * seconds,
+        "mfu": flops / seconds / peak / context.coordinator.size if peak else None,
+        "memory_bytes": hardware.memory_at_peak(context.run.device)["allocated"],
+    }
+
+
+def _is_read(context: RunContext, step: int) -> bool:
+    """Whether gauges read a step: every n-th, and the last, so that a short run is read as well."""
+    config = context.run.config
+    is_due = bool(every := config.gauges.every) and (step % every == 0 or step == config.training.steps)
+    return is_due and context.coordinator.rank == 0  # it reads for all
+
+
+def _profiled(context: RunContext, trainer: Trainer, take: Callable[[], StepResult]) -> StepResult:
+    """Take a step; if it completes the requested profile, record and log the step time."""
+    if context.profile is None:
+        return take()
+    number, steps = trainer.step + 1, context.run.config.training.steps
+    result, step_time = context.profile.step(number, take, is_last=number == steps)
+    if step_time is not None:
+        facts = {"step_ms": step_time.step_ms, "ms": step_time.classes, "device": step_time.device}
+        context.directory.record({"event": "step time", "step": trainer.step, **facts})
+        context.display.log(f"profile: {step_time}; {context.profile.trace} opens in ui.perfetto.dev")
+    return result
+
+
+def _validate(context: RunContext, trainer: Trainer) -> dict[str, Any]:
+    context.coordinator.progress(f"the validation after step {trainer.step}", START)
+    run, config = context.run, context.run.config
+    return validation_loss(
+        trainer.engine,
+        trainer.go_to_sample,
+        context.dataset.val,
+        config.training.micro_batch_size,
+        config.data.sequence_length,
+        None,
+        config.data.separate_documents,
+        run.held_out,
+    ).record()
+
+
+def finish(context: RunContext, trainer: Trainer) -> None:
+    """Write a text sample and the final status, on rank 0."""
+    if context.coordinator.rank > 0:
+        return
+    prompt, sample = _sample_text(context, trainer)
+    done = {"event": "done", "step": trainer.step, "prompt": prompt, "sample": sample, "time": now()}
+    context.directory.record(done)
+    context.directory.set_status("done", f"all {trainer.step} steps")
+    if not is_compared():
+        context.display.log(f"\nsample, from {prompt!r}:\n{prompt}{sample}\n")
+
+
+def _sample_text(context: RunContext, state: TrainState) -> tuple[str, str]:
+    """(prompt, continuation): text that the trained model generates on this process alone."""
+    run, config = context.run, context.run.config
+    dataset, tokenizer = context.dataset, context.dataset.tokenizer
+    prompt = run.prompt or tokenizer.decode(dataset.val.streams[0][1:9].tolist())  # the first held-out tokens
+    ids = tokenizer.encode(prompt) or [tokenizer.end_of_document]
+    model = state.model
+    if context.coordinator.size > 1:  # the full model of the last step, on this process
+        checkpoint = load(context.directory.checkpoints / f"step-{state.step}")
+        model = model_of(state.config, checkpoint, state.device)[1]
+    count = min(_SAMPLED, config.training.steps)
+    new = generate(model, ids, count, temperature=0.7, top_k=40, seed=config.spec.seed)
+    return prompt, tokenizer.decode_after(ids, new)
+
+
+def _start_from_weights(config: Config, model: Transformer) -> None:
+    """Copy the weights of the run in `model.weights`, if set, into a new model, or its shards into a part.
+
+    For fine-tuning, or for training on other text: `narrowgauge import Qwen2.5-0.5B/ --out base`, then
+    `narrowgauge train --model.weights base --data my-texts/ --recipe fp8`. The weights are copied as float32,
+    so the two runs may have different recipes.
+
+    Raises:
+        UserError: that run has a different model.
+    """
+    if not (run := config.model.weights):
+        return
+    weights = open_run(Path(run), "cpu").weights()
+    with torch.device("meta"):
+        full_model = Transformer(config.spec.model)
+    shapes = {name: p.shape for name, p in full_model.named_parameters(remove_duplicate=False)}
+    for name in sorted(shapes.keys() | weights.keys()):
+        shape = tuple(weights[name].shape) if name in weights else "nothing"
+        needed = tuple(shapes[name]) if name in shapes else "nothing"
+        if shape != needed:
+            raise UserError(
+                f"model.weights = {run!r} is another model: {name} is {shape} there and "
+                f"{needed} here; leave the dimensions out to take them from it"
+            )
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        shard = shard_of(parameter)
+        write_weight(parameter, weights[name] if shard is None else shard.local_of(weights[name]))

@@ -1,0 +1,288 @@
+"""The arithmetic of a CPU: the number of threads, the faster precision for matmuls of bf16 values, and the
+faster way to compute attention.
+
+**Threads.** All threads of an operation wait for the last one. While another program is running, one of them
+often has no core, and each of the thousand operations of a step waits for it: with one of two cores taken, a
+step with two threads took 3.7 times as long as on quiet cores, and one with one thread 2.0 times
+(`benchmarks/busy.py`, experiments/LOG.md). Sums are split into a part for each thread, so the number of
+threads affects the last digits of a loss. That is why a configuration may pin it, and a resumed run keeps it:
+
+    1. training.threads    a key of the configuration; threads in excess of the cores take turns
+    2. OMP_NUM_THREADS     set by the user, or by torchrun for several processes
+    3. a resumed run       the number recorded at its start, if this machine has enough cores
+    4. otherwise           the cores that no other program uses, at least one
+
+**Precision and attention.** oneDNN reports whether a CPU has bf16 matmul instructions, but not whether they
+are fast: a CPU with AVX512-BF16 and no AMX multiplied in bf16 at 0.087 TFLOP/s where fp32 reached 0.167
+(experiments/LOG.md). Either way values are bf16 and sums are kept in fp32; only the order of the sums
+differs, and so may the last digit of a loss. The same holds for attention. That of bf16 values is torch's, or
+"in-order", which has the same digits on every CPU (`kernels.attention.in_order`); that of fp16 values is
+torch's, or in "fp32", which took an AMD EPYC a fifth to a seventh of the time. That is why a resumed run
+keeps its choices on any CPU, and why all ranks share them.
+
+    1. a resumed run            the choice recorded at its start; if none was recorded, oneDNN's and torch's
+    2. NARROWGAUGE_PRODUCTS     bf16, fp32, or onednn: as oneDNN reports
+       NARROWGAUGE_ATTENTION    in-order, fp32 or torch
+    3. otherwise                the faster one, timed once for a machine and torch, and kept in the cache.
+                                Attention is timed for its shape and dtype, and torch's is taken only if it
+                                is faster by a fifth, so that a close race does not depend on the moment
+"""
+
+import json
+import math
+import os
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from narrowgauge.kernels import choose_attention, choose_products
+from narrowgauge.kernels.attention import attend
+from narrowgauge.kernels.attention.in_order import LANES, has_c
+from narrowgauge.system.errors import UserError
+from narrowgauge.system.files import cache_entry, write_cached
+from narrowgauge.system.operating_system import cores_of_others
+from narrowgauge.system.torch_compat import cpu_multiplies_bf16
+from narrowgauge.trainer.distributed import Coordinator
+from narrowgauge.trainer.runs.choices import ATTENTION, PRODUCTS
+from narrowgauge.trainer.runs.monitor.hardware import device_name
+from narrowgauge.trainer.runs.monitor.yardstick import fastest, fastest_tries
+from narrowgauge.trainer.training.config.config import Config
+
+_DIGITS = "so that its last digits may differ from a run that was never stopped"
+_SIZE = 512  # of the square matrices that are timed
+_HEADS, _LONGEST = 4, 1024  # of the attention that is timed
+WAYS = ("in-order", "fp32", "torch")  # of computing attention
+_CLEARLY = 1.2  # torch's attention is chosen if it is this much faster
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """What the time of attention depends on: head_dim, the tokens of a sequence, and the dtype of values.
+
+    `dtype` is the `compute` of a recipe: "bf16", "fp16" or "fp32".
+    """
+
+    head_dim: int
+    tokens: int
+    dtype: str = "bf16"
+
+    @classmethod
+    def of(cls, config: Config) -> "AttentionShape":
+        """The attention of a run."""
+        return cls(config.spec.model.head_dim, config.data.sequence_length, config.spec.recipe.compute)
+
+    @property
+    def alternative(self) -> str:
+        """The way of computing it that competes with torch's; "" without any."""
+        if self.dtype == "fp16":
+            return "fp32"
+        return "in-order" if self.head_dim % LANES == 0 and has_c() else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Arithmetic:
+    """The choices for a CPU; "" on a GPU, where the recipe decides.
+
+    Attributes:
+        products: The precision of matmuls of bf16 values: "bf16" or "fp32".
+        attention: How attention is computed: "in-order", "fp32" or "torch".
+    """
+
+    products: str = ""
+    attention: str = ""
+
+    @classmethod
+    def of(cls, lines: Sequence[Mapping[str, Any]], shape: AttentionShape) -> "Arithmetic":
+        """The choices of a run, recorded in its metrics, or made now for a new run.
+
+        Raises:
+            UserError: A variable has another value.
+        """
+        products = products_of(lines)
+        choose_products(products)  # torch's attention is timed with it
+        return cls(products, attention_of(lines, shape))
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """The choices as a start event records them."""
+        return {"products": self.products, "attention": self.attention} if self.products else {}
+
+    def choose(self) -> None:
+        """Compute by these choices from now on."""
+        choose_products(self.products)
+        choose_attention(self.attention)
+
+
+NO_CHOICE = Arithmetic()
+
+
+def choose_arithmetic(
+    pinned: int,
+    shape: AttentionShape,
+    lines: Callable[[], Sequence[Mapping[str, Any]]],
+    device: torch.device,
+    coordinator: Coordinator,
+    log: Callable[[str], None],
+) -> Arithmetic:
+    """Set a CPU's threads, the precision of its matmuls, and its attention. Collective.
+
+    Args:
+        pinned: `training.threads`; 0 for as many as are free.
+        shape: The attention of the model.
+        lines: Reads the run's metrics, which record its first choice.
+        device: The device. On a GPU there is nothing to choose: the recipe sets the precision.
+        coordinator: Coordinates the ranks; rank 0 chooses.
+        log: Prints a line about the choice if it differs from torch's.
+
+    Returns:
+        The choices; empty on a GPU.
+    """
+    choice: tuple[str, str, int, str] = ("", "", pinned or torch.get_num_threads(), "")
+    if device.type == "cpu":
+        if coordinator.rank == 0:
+            recorded = lines()
+            threads, words = threads_of(recorded, pinned)
+            torch.set_num_threads(threads)  # the matmuls are timed with this number
+            found = Arithmetic.of(recorded, shape)
+            choice = (found.products, found.attention, threads, words)
+        choice = coordinator.broadcast(choice)
+    products, attention, threads, words = choice
+    chosen = Arithmetic(products, attention)
+    torch.set_num_threads(threads)
+    chosen.choose()
+    for sentence in filter(None, (words, _slowness(chosen))):
+        log(sentence)
+    return chosen
+
+
+def _slowness(chosen: Arithmetic) -> str:
+    """A sentence where the chosen attention is slow here."""
+    if chosen.attention != "in-order" or has_c():
+        return ""
+    return (
+        "attention is computed term by term in torch, with the digits of the C in which this run began, and "
+        "slowly: C passes need a C compiler, and NARROWGAUGE_KERNELS must not be 0"
+    )
+
+
+def products_of(lines: Sequence[Mapping[str, Any]]) -> str:
+    """The choice of a run, "bf16" or "fp32": recorded in its metrics, or made now for a new run.
+
+    Raises:
+        UserError: NARROWGAUGE_PRODUCTS has another value.
+    """
+    if recorded := [str(line["products"]) for line in lines if "products" in line]:
+        return recorded[-1]
+    asked = os.environ.get(PRODUCTS, "")
+    if asked not in ("", "bf16", "fp32", "onednn"):
+        raise UserError(f"{PRODUCTS}={asked} must be bf16, fp32 or onednn; unset it to have it measured")
+    if asked == "onednn" or any(line.get("event") == "start" for line in lines):
+        return "bf16" if cpu_multiplies_bf16() else "fp32"
+    return asked or measured_products()
+
+
+def attention_of(lines: Sequence[Mapping[str, Any]], shape: AttentionShape) -> str:
+    """The choice of a run, one of `WAYS`: recorded in its metrics, or made now for a new run.
+
+    Raises:
+        UserError: NARROWGAUGE_ATTENTION has another value.
+    """
+    if recorded := [str(line["attention"]) for line in lines if line.get("attention")]:
+        return recorded[-1]
+    asked = os.environ.get(ATTENTION, "")
+    if asked not in ("", *WAYS):
+        raise UserError(f"{ATTENTION}={asked} must be in-order, fp32 or torch; unset it to have it measured")
+    if any(line.get("event") == "start" for line in lines):  # from before it was recorded
+        return "torch"
+    return asked or measured_attention(shape)
+
+
+def measured_attention(shape: AttentionShape) -> str:
+    """The faster attention for this machine, torch, shape and dtype: cached, or measured now."""
+    if not (other := shape.alternative):
+        return "torch"
+
+    def measure() -> tuple[str, Mapping[str, float]]:
+        seconds = {way: _attention_seconds(way, shape) for way in (other, "torch")}
+        return "torch" if _CLEARLY * seconds["torch"] < seconds[other] else other, seconds
+
+    return _cached("attention", (other, "torch"), measure, shape.head_dim, shape.tokens, other)
+
+
+def _attention_seconds(way: str, shape: AttentionShape) -> float:
+    """The shortest time of attention, forward and backward, of one sequence on one thread."""
+    size = (1, _HEADS, min(shape.tokens, _LONGEST), shape.head_dim)
+    dtype = torch.float16 if shape.dtype == "fp16" else torch.bfloat16
+    x, threads = torch.linspace(-1, 1, math.prod(size)).view(size).to(dtype), torch.get_num_threads()
+    q, k, v = (x.clone().requires_grad_() for _ in range(3))
+    torch.set_num_threads(1)
+    choose_attention(way)
+    try:
+        return fastest(lambda: torch.autograd.grad(attend(q, k, v), (q, k, v), x), x.device)[0]
+    finally:
+        choose_attention("")
+        torch.set_num_threads(threads)
+
+
+def measured_products() -> str:
+    """The faster precision for this machine and torch: from the cache, or measured now."""
+    if not cpu_multiplies_bf16():
+        return "fp32"
+
+    def measure() -> tuple[str, Mapping[str, float]]:
+        dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32}
+        seconds = {name: fastest_tries(_SIZE, torch.device("cpu"), d)[0] for name, d in dtypes.items()}
+        return min(seconds, key=lambda name: seconds[name]), seconds
+
+    return _cached("products", ("bf16", "fp32"), measure)
+
+
+def _cached(
+    what: str, known: Sequence[str], measure: Callable[[], tuple[str, Mapping[str, float]]], *more: object
+) -> str:
+    """The choice of this machine and torch: from the cache, or measured now and kept there."""
+    entry = cache_entry(what, platform.node(), device_name(torch.device("cpu")), torch.__version__, *more)
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        kept = json.loads(entry.read_text(encoding="utf-8"))[what]
+        if kept in known:
+            return str(kept)
+    chosen, seconds = measure()
+    write_cached(entry, {what: chosen, "seconds": seconds})
+    return chosen
+
+
+@cache
+def threads_of_torch() -> int:
+    """torch's default, before a run in this process has set another number."""
+    return torch.get_num_threads()
+
+
+def threads_of(lines: Sequence[Mapping[str, Any]], pinned: int = 0) -> tuple[int, str]:
+    """The number of threads of a run, and a line about it.
+
+    Args:
+        lines: The run's metrics; empty for a new run.
+        pinned: The number that the configuration sets; 0 if it sets none.
+
+    Returns:
+        The number, and a line about it.
+    """
+    here = pinned or threads_of_torch()
+    recorded = next((int(line["threads"]) for line in reversed(lines) if "threads" in line), here)
+    resumes = any(line.get("event") == "start" for line in lines)
+    if resumes and (pinned or recorded > here or os.environ.get("OMP_NUM_THREADS")) and recorded != here:
+        return here, f"threads: {here}, and the run had {recorded}, {_DIGITS}"
+    if pinned or resumes:
+        return (
+            pinned or recorded,
+            f"threads: {pinned or recorded}, as {'before' if resumes else 'configured'}",
+        )
+    others = 0.0 if os.environ.get("OMP_NUM_THREADS") else cores_of_others()
+    free = min(here, max(1, round(here - others)))
+    busy = f" of {here}, since other programs use {others:.1f} cores" if free != here else ""
+    return free, f"threads: {free}{busy}; the last digits depend on it, and --training.threads N pins it"

@@ -1,0 +1,260 @@
+"""Exports runs to the formats of other programs, and imports their models as runs.
+
+    export    RUN -> plain weights under another program's names     hf, llmc
+                  -> the quantized weights themselves                compressed-tensors, modelopt, gguf
+    import    a model of another program -> RUN, to sample, evaluate or train from
+
+Both create their folder atomically. An export is read back and compared with the weights that the run
+multiplies.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+from narrowgauge.exchange import TARGETS
+from narrowgauge.nn import DTYPES
+from narrowgauge.system.errors import UserError, unknown
+from narrowgauge.system.files import staged_directory
+from narrowgauge.trainer.checkpoint import save
+from narrowgauge.trainer.checkpoint.interop.activations import (
+    InputScale,
+    amax_of_scale,
+    before_the_casts,
+    in_llama_cpp,
+)
+from narrowgauge.trainer.checkpoint.interop.compressed_tensors import narrow_layers, write_quantized
+from narrowgauge.trainer.checkpoint.interop.external_model import read_external_model
+from narrowgauge.trainer.checkpoint.interop.gguf.model import (
+    GGUF_FILE,
+    expected_values,
+    read_gguf_model,
+    write_gguf_model,
+)
+from narrowgauge.trainer.checkpoint.interop.huggingface import CONFIG, TOKENIZER_CONFIG, write_folder
+from narrowgauge.trainer.checkpoint.interop.llmc import write_llmc
+from narrowgauge.trainer.checkpoint.interop.modelopt import in_modelopt
+from narrowgauge.trainer.checkpoint.interop.read_back import (
+    Difference,
+    different_tensors,
+    has_input_scales,
+    require_read_back,
+    wrong_input_scales,
+)
+from narrowgauge.trainer.checkpoint.interop.safetensors_reader import SHARD_BYTES, inside, read_json
+from narrowgauge.trainer.data import load_tokenizer
+from narrowgauge.trainer.runs.choices import EXPORT_FORMATS, READERS
+from narrowgauge.trainer.runs.run_directory import RunDirectory
+from narrowgauge.trainer.runs.use.calibration import activation_scales, layers_with_scales
+from narrowgauge.trainer.runs.use.trained_model import TrainedRun, imported_config, open_run
+
+#: The formats that hold the codes and scales of the forward matmul.
+QUANTIZED = ("compressed-tensors", "modelopt")
+
+
+@dataclass(frozen=True)
+class Export:
+    """The run that was exported, its new folder, and sentences on what the format holds in another way."""
+
+    run: TrainedRun
+    folder: Path
+    remarks: tuple[str, ...] = ()
+
+
+def export_run(
+    run: Path,
+    to: str,
+    out: Path,
+    dtype: str | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    calibrate: str | None = None,
+) -> Export:
+    """Write the newest model of a run, or of any model that `open_run` opens, into a new folder.
+
+    Args:
+        run: a run directory, or any model that `open_run` opens.
+        to: one of `EXPORT_FORMATS`.
+        out: the new folder, which must not exist.
+        dtype: the dtype of plain weights, "fp32", "bf16" or "fp16"; None for fp32, or bf16 with
+            quantized weights; of gguf for the narrower of bf16 and fp32 that is exact.
+        shard_bytes: the approximate maximum size of a safetensors file.
+        calibrate: where the stored scales of activations come from: a source of text, or `RECORDED` for the
+            recipe's own; None to store none. Only with a format in `QUANTIZED`.
+
+    Raises:
+        UserError: an argument is invalid, the format cannot represent the model, or the written files differ.
+    """
+    require_format(to, dtype, shard_bytes, calibrate)
+    source = open_run(run, "cpu")
+    return Export(source, out, tuple(export_model(source, to, out, dtype, shard_bytes, calibrate)))
+
+
+def require_format(to: str, dtype: str | None, shard_bytes: int, calibrate: str | None) -> None:
+    """Refuse arguments of `export_run` that no model makes right."""
+    if to not in EXPORT_FORMATS and to.lower() in READERS:
+        *others, last = READERS[to.lower()]
+        formats = f"{', '.join(others)} or {last}" if others else last
+        raise UserError(f"unknown format {to!r}; {to} is a program, and --to takes what it reads: {formats}")
+    if to not in EXPORT_FORMATS and to in TARGETS:
+        raise UserError(
+            f"unknown format {to!r}; 'narrowgauge recipes NAME --to {to}' writes a recipe for it, and export "
+            f"writes weights ({', '.join(EXPORT_FORMATS)})"
+        )
+    if to not in EXPORT_FORMATS:
+        raise unknown("format", to, EXPORT_FORMATS)
+    if dtype is not None and dtype not in DTYPES:
+        raise unknown("dtype", dtype, DTYPES)
+    if shard_bytes < 1:
+        raise UserError(f"a shard of {shard_bytes} bytes holds nothing; about 5000000000 is usual")
+    if calibrate is not None and to not in QUANTIZED:
+        raise UserError(
+            f"{to} holds no scales of activations, so --calibrate has no effect there; leave it out, or use "
+            f"--to {' or '.join(QUANTIZED)}"
+        )
+
+
+def export_model(
+    source: TrainedRun,
+    to: str,
+    out: Path,
+    dtype: str | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    calibrate: str | None = None,
+) -> list[str]:
+    """`export_run` of a run that is open; returns the sentences."""
+    scales = {} if calibrate is None else activation_scales(source, calibrate)
+    with staged_directory(out) as folder:
+        remarks = write_export(folder, source, to, dtype, shard_bytes, scales)
+        try:
+            _read_back(folder, source, to, dtype, scales)
+        except UserError as error:  # about a folder that is then deleted
+            raise UserError(str(error).replace(str(folder), str(out))) from error
+        if to in ("llmc", "gguf") and source.tokenizer_file is not None:
+            source.tokenizer.save(folder / "tokenizer.json")
+    return remarks
+
+
+def write_export(
+    folder: Path,
+    source: TrainedRun,
+    to: str,
+    dtype: str | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    scales: Mapping[str, InputScale] | None = None,
+) -> list[str]:
+    """Fill an empty folder with the files of a format; returns the sentences on what is held otherwise."""
+    model, weights = source.model, source.weights()
+    if to == "gguf":
+        settings = (source.tokenizer_file, _plain_dtype(to, dtype), source.special_tokens)
+        return write_gguf_model(folder / GGUF_FILE, model, weights, *settings) + in_llama_cpp(model)
+    stored = _plain_dtype(to, dtype)
+    assert stored is not None
+    folder_settings = (source.tokenizer_file, stored, shard_bytes, source.special_tokens)
+    if to in QUANTIZED:
+        arrange = in_modelopt if to == "modelopt" else None
+        return write_quantized(folder, model, weights, *folder_settings, scales, arrange)
+    if to == "hf":
+        write_folder(folder, model.config, weights, *folder_settings)
+    else:
+        write_llmc(folder / "model.bin", model.config, weights, stored)
+    return before_the_casts(model)
+
+
+def _plain_dtype(to: str, dtype: str | None) -> torch.dtype | None:
+    """The dtype of weights without codes; None for the narrower of bf16 and fp32 that is exact."""
+    if to == "gguf":
+        return None if dtype is None else DTYPES[dtype]
+    return DTYPES[dtype or ("bf16" if to in QUANTIZED else "fp32")]
+
+
+def _read_back(
+    folder: Path, source: TrainedRun, to: str, dtype: str | None, scales: Mapping[str, InputScale]
+) -> None:
+    """Refuse files that do not hold what the run multiplies, or the scales of activations."""
+    model, weights, stored = source.model, source.weights(), _plain_dtype(to, dtype)
+    if to == "gguf":
+        found = read_gguf_model(folder / GGUF_FILE, model.config)
+        require_read_back(found, expected_values(model, weights, stored))
+        return
+    expected = {name: weight.to(stored).float() for name, weight in weights.items()}
+    if to in QUANTIZED:
+        narrow = narrow_layers(model)
+        expected |= {f"{name}.weight": layer.forward_weight() for name, layer in narrow.items()}
+        casts = {name: layer.spec.casts["fprop.x"] for name, layer in narrow.items()}
+        amaxes = {name: amax_of_scale(casts[name], s.decode, divides=False) for name, s in scales.items()}
+        for wrong in wrong_input_scales(folder, model, amaxes, within=1 + 2.0**-20):
+            raise UserError(f"the exported files were read back, and {wrong}; nothing was kept")
+    require_read_back(read_external_model(folder).tensors, expected)
+
+
+def differences_from_run(folder: Path, source: TrainedRun, to: str) -> list[Difference]:
+    """The tensors of an export that are not those of its run, in whichever dtype its plain weights are.
+
+    Raises:
+        UserError: A tensor is missing, too many, or of another type or shape.
+    """
+    has_scales = to in QUANTIZED and has_input_scales(folder)
+    scales = dict.fromkeys(layers_with_scales(source.model), InputScale(1.0, 1.0)) if has_scales else {}
+    found: list[list[Difference]] = []
+    for dtype in (None, *DTYPES):
+        with TemporaryDirectory() as temporary:
+            write_export(Path(temporary), source, to, dtype, scales=scales)
+            found.append(different_tensors(folder, Path(temporary)))
+        if not found[-1]:
+            break
+    fewest = min(found, key=len)
+    for difference in fewest:
+        if difference.is_of_form:
+            raise UserError(f"{folder} is not an export of {source.path}: {difference}; export it again")
+    return fewest
+
+
+def format_of(folder: Path) -> str:
+    """The format of an export of `hf`, `gguf` or `QUANTIZED`."""
+    if (folder / GGUF_FILE).is_file():
+        return "gguf"
+    quantization = read_json(inside(folder, CONFIG)).get("quantization_config") or {}
+    return str(quantization.get("quant_method", "hf"))
+
+
+def import_model(path: Path, out: Path, tokenizer: Path | None = None, source: str = "stdlib") -> Path:
+    """Make a run directory at step 0 from a model of another program.
+
+    Args:
+        path: a Hugging Face folder, a folder that `export` made, or a file of llm.c or GGUF.
+        out: the new run directory, which must not exist.
+        tokenizer: a tokenizer.json, or a folder with one; None for the model's tokenizer, if it has one.
+        source: the default text for evaluation.
+
+    Returns:
+        The run directory. Its recipe is fp32, so the weights are unchanged.
+
+    Raises:
+        UserError: the path is not a model, is a pickle or is damaged, or the tokenizer has more ids than the
+            model.
+    """
+    model = read_external_model(path)
+    config = imported_config(model, source)
+    chosen = tokenizer or model.tokenizer
+    loaded = model.made_tokenizer if chosen is None else load_tokenizer(chosen)
+    if loaded is not None and loaded.vocab_size > model.config.vocab_size:
+        raise UserError(
+            f"the tokenizer {chosen} has {loaded.vocab_size} ids, and the model {path} only "
+            f"{model.config.vocab_size}; name the model's own with --tokenizer"
+        )
+    with staged_directory(out) as folder:
+        directory = RunDirectory(folder)
+        directory.claim(config)
+        if loaded is not None:
+            loaded.save(directory.tokenizer)
+        is_own = chosen == model.tokenizer
+        kept = {name: v for name, v in model.special_tokens.items() if is_own or name != TOKENIZER_CONFIG}
+        directory.keep_special_tokens(kept)
+        save(directory.checkpoints, 0, {"model": model.tensors}, {}, config.checkpoint.keep, "imported")
+        facts = {"from": str(path), "kind": model.format, "precision": model.precision}
+        directory.record({"event": "import", "step": 0, **facts})
+        directory.set_status("done", f"imported from {path}")
+    return out

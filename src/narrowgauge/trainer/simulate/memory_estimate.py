@@ -1,0 +1,126 @@
+"""Estimates the memory and traffic of a step from simulated steps of few blocks and few micro-batches."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from narrowgauge.distributed import ParallelDims
+from narrowgauge.trainer.models import count_parameters
+from narrowgauge.trainer.simulate.few_blocks import few_blocks, has_equal_blocks, with_layers
+from narrowgauge.trainer.simulate.memory import Memory
+from narrowgauge.trainer.simulate.step import ALONE, Sent, SimulatedStep, simulate_step
+from narrowgauge.trainer.training.config.config import Config
+
+
+@dataclass(frozen=True)
+class StepEstimate:
+    """One optimizer step of one process."""
+
+    memory: Memory
+    sent: Mapping[tuple[str, tuple[int, ...]], int]  # bytes by (purpose, ranks of the group)
+
+
+def estimate_memory(config: Config, parallel_dims: ParallelDims = ALONE) -> Memory:
+    """The expected memory of a step on the process that needs the most."""
+    return estimate_step(config, parallel_dims).memory
+
+
+def estimate_step(config: Config, parallel_dims: ParallelDims = ALONE) -> StepEstimate:
+    """The expected step of the process that needs the most: in a pipeline the first or last, else any.
+
+    A model of many blocks is estimated by linear extrapolation from models of few.
+    """
+    parts = _parts(config, parallel_dims)
+    if len(parts) == 1:
+        return _heaviest(config, parallel_dims)
+    parameters = count_parameters(config.spec.model)
+    steps = [  # extrapolated per process: with few layers another process may be the heaviest
+        _sum([(_step(with_layers(config, n), parallel_dims, rank), w) for n, w in parts], parameters)
+        for rank in _first_and_last_rank(parallel_dims)
+    ]
+    return max(steps, key=lambda step: step.memory.peak)
+
+
+def _parts(config: Config, parallel_dims: ParallelDims) -> list[tuple[int, float]]:
+    """Numbers of blocks, and the weight of each such model.
+
+    Blocks that the recipe treats differently lie on some stages of a pipeline but not on others, so all
+    count.
+    """
+    layers, t = config.spec.model.layers, config.training
+    unit = parallel_dims.stages * (t.recompute_every if t.recompute else 1)
+    if layers <= 4 * unit or layers % unit:
+        return [(layers, 1.0)]
+    if not has_equal_blocks(config):
+        return few_blocks(config) if parallel_dims.pipeline == 1 else [(layers, 1.0)]
+    further = (layers - 4 * unit) / unit
+    return [(3 * unit, -further), (4 * unit, 1 + further)]  # with fewer, FSDP2's peak lies elsewhere
+
+
+def _heaviest(config: Config, parallel_dims: ParallelDims) -> StepEstimate:
+    steps = (_step(config, parallel_dims, rank) for rank in _first_and_last_rank(parallel_dims))
+    return max(steps, key=lambda step: step.memory.peak)
+
+
+def _first_and_last_rank(parallel_dims: ParallelDims) -> list[int]:
+    """A rank of the first stage and one of the last; without a pipeline all ranks are equal."""
+    return (
+        [0]
+        if parallel_dims.pipeline == 1
+        else [0, parallel_dims.size - parallel_dims.size // parallel_dims.pipeline]
+    )
+
+
+def _sum(parts: Sequence[tuple[StepEstimate, float]], parameters: int) -> StepEstimate:
+    """The weighted sum of steps, restricted to the entries of the last one."""
+
+    def summed(tables: Sequence[Mapping[Any, int]]) -> dict[Any, int]:
+        weighted = [(table, weight) for table, (_, weight) in zip(tables, parts, strict=True)]
+        sizes = {key: sum(weight * table.get(key, 0) for table, weight in weighted) for key in tables[-1]}
+        return {key: max(0, round(size)) for key, size in sizes.items()}
+
+    steps = [step for step, _ in parts]
+    device, host = summed([s.memory.device for s in steps]), summed([s.memory.host for s in steps])
+    return StepEstimate(Memory(device, host, parameters), summed([s.sent for s in steps]))
+
+
+def _step(config: Config, parallel_dims: ParallelDims, rank: int) -> StepEstimate:
+    """A step of one rank, from no more micro-batches than the extrapolation to all of them needs."""
+    count = config.training.batch_size // (parallel_dims.data * config.training.micro_batch_size)
+    fewer, simulated = _simulated(parallel_dims)
+    step = simulate_step(config, min(count, simulated), parallel_dims, rank)
+    assert step.memory is not None
+    total = _sent(step)
+    further = max(0, count - simulated) / (simulated - fewer)
+    if parallel_dims.pipeline > 1 and further:
+        before = simulate_step(config, fewer, parallel_dims, rank)
+        assert before.memory is not None
+        last = (StepEstimate(step.memory, total), 1 + further)
+        return _sum([(StepEstimate(before.memory, _sent(before)), -further), last], step.memory.parameters)
+    for key, size in _repeated(step.sent[-1] - step.sent[2], parallel_dims).items() if further else ():
+        total[key] += int(further) * size
+    return StepEstimate(step.memory, total)
+
+
+def _simulated(parallel_dims: ParallelDims) -> tuple[int, int]:
+    """Two numbers of micro-batches, from which on each further one adds as much traffic and memory.
+
+    A stage of torch's pipelines holds buffers for every micro-batch. Activations reach their peak with one
+    more than the stages in 1F1B, and with three for each stage in an interleaved schedule.
+    """
+    stages = parallel_dims.pipeline
+    several = (3 * stages, 4 * stages) if parallel_dims.chunks > 1 else (stages + 1, stages + 2)
+    return several if stages > 1 else (1, 2)
+
+
+def _sent(step: SimulatedStep) -> Sent:
+    """The bytes that a step has sent."""
+    return step.sent[-1] - step.sent[0]
+
+
+def _repeated(after_first: Sent, parallel_dims: ParallelDims) -> Sent:
+    """What each micro-batch sends, of all that follows the first."""
+    reduces_each = parallel_dims.is_sharded and parallel_dims.zero > 1
+    repeated = ("activations", "gather", "reduce") if reduces_each else ("activations", "gather")
+    return Counter({key: size for key, size in after_first.items() if key[0] in repeated})

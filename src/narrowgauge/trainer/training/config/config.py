@@ -1,0 +1,333 @@
+"""The configuration of a run: a frozen object with one level of sections, validated once.
+
+Values come from the defaults below, a TOML file and `--section.key VALUE`; later ones override earlier ones.
+Both the file and the command line end in `make_config`, so there is one set of names, one set of rules and
+one form of error messages. The defaults are the embedded run: a model of a few million parameters on the
+source text of Python.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from narrowgauge.distributed import ParallelDims
+from narrowgauge.guard.widening import require_raising
+from narrowgauge.optim import decay_start, learning_rate
+from narrowgauge.recipes import BACKENDS, GROUPS, KEYS, Recipe, recipe
+from narrowgauge.system.errors import UserError, nearest, require, unknown
+from narrowgauge.system.toml_text import parse_toml, toml_value
+from narrowgauge.trainer.data import split_sources
+from narrowgauge.trainer.models import model_config
+from narrowgauge.trainer.training.config.micro_batch import largest_size, what_fits
+from narrowgauge.trainer.training.config.named import config_names, named_config
+from narrowgauge.trainer.training.config.schema import (
+    CheckpointSection,
+    DataSection,
+    GaugesSection,
+    GuardSection,
+    LogSection,
+    ModelSection,
+    OptimizerSection,
+    ParallelSection,
+    RecipeSection,
+    ScheduleSection,
+    Section,
+    TrainingSection,
+    ValidationSection,
+    keys_of,
+)
+from narrowgauge.trainer.training.config.synonyms import Key, outside, unknown_key
+from narrowgauge.trainer.training.outline import require_layers
+
+if TYPE_CHECKING:
+    from narrowgauge.guard.raises import Raise
+    from narrowgauge.trainer.distributed import ModelSpec
+
+
+class Config(Section):
+    """Everything that defines a run."""
+
+    model: ModelSection = ModelSection()
+    data: DataSection = DataSection()
+    training: TrainingSection = TrainingSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    schedule: ScheduleSection = ScheduleSection()
+    recipe: RecipeSection = RecipeSection()
+    parallel: ParallelSection = ParallelSection()
+    validation: ValidationSection = ValidationSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    guard: GuardSection = GuardSection()
+    gauges: GaugesSection = GaugesSection()
+    log: LogSection = LogSection()
+
+    @cached_property
+    def spec(self) -> "ModelSpec":
+        """The resolved model and recipe; a recipe's file is not read again.
+
+        The model is the named size, overridden by the other keys of its section; the recipe is the named one,
+        overridden by the places of its section.
+        """
+        from narrowgauge.trainer.distributed import ModelSpec  # here: the keys are listed without torch
+
+        t = self.training
+        return ModelSpec(
+            model=model_config(**self.model.model_dump(exclude_none=True, exclude={"weights"})),
+            recipe=recipe(self.recipe.name).with_places(self.recipe.places),
+            seed=t.seed,
+            rounding_seed=t.rounding_seed,
+            backend=self.recipe.backend,
+            recompute=t.recompute_every if t.recompute else 0,
+            selective=t.recompute == "selective",
+            chunked_loss=t.chunked_loss,
+            z_loss=t.z_loss,
+            balance_loss=t.balance_loss,
+            batch_size=t.batch_size,
+        )
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens in an optimizer step."""
+        return self.training.batch_size * self.data.sequence_length
+
+    def learning_rate(self, step: int) -> float:
+        """The learning rate of an optimizer step, counted from 1."""
+        return learning_rate(step, lr=self.optimizer.lr, steps=self.training.steps, **vars(self.schedule))
+
+    @property
+    def decay_start(self) -> int | None:
+        """The first step whose learning rate is below the peak; None if there is none."""
+        s = self.schedule
+        return decay_start(
+            steps=self.training.steps,
+            kind=s.kind,
+            warmup_steps=s.warmup_steps,
+            decay_fraction=s.decay_fraction,
+        )
+
+    @property
+    def warning(self) -> str:
+        """A sentence where the learning rate never reaches its peak; "" where it does."""
+        warmup, steps = self.schedule.warmup_steps, self.training.steps
+        words = f"the warm-up of {warmup} steps is longer than the run of {steps}: the rate stays below lr"
+        return f"{words}; set --schedule.warmup_steps" if warmup > steps else ""
+
+    def in_force(self, raises: "Sequence[Raise]", step: int) -> "Config":
+        """The configuration with the recipe in effect after `step` steps."""
+        recipe = self.spec.recipe.with_rules([r.rule(self.spec.recipe) for r in raises])
+        return self.with_recipe(recipe.at_rest(step + 1, self.training.steps, self.decay_start))
+
+    def with_training(self, **changes: Any) -> "Config":
+        """The configuration with other values of `[training]`, which are not validated."""
+        return self.model_copy(update={"training": self.training.model_copy(update=changes)})
+
+    def with_micro_batch_size(self, size: int) -> "Config":
+        """The configuration with another micro-batch size, which does not change `spec`."""
+        if size == self.training.micro_batch_size:
+            return self
+        training = self.training.model_copy(update={"micro_batch_size": size})
+        return super().model_copy(update={"training": training})
+
+    def with_recipe(self, recipe: Recipe) -> "Config":
+        """The configuration of the same run under another recipe than that of its section."""
+        copy = super().model_copy()
+        copy.__dict__["spec"] = replace(self.spec, recipe=recipe)
+        return copy
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> "Config":
+        """A copy with other sections; its `spec` is resolved again."""
+        copy = super().model_copy(update=update, deep=deep)
+        copy.__dict__.pop("spec", None)
+        return copy
+
+
+def make_config(values: Mapping[str, Mapping[str, Any]]) -> Config:
+    """Make a valid configuration from nested values (text or typed).
+
+    Raises:
+        UserError: a section or key is unknown, a value has the wrong type, or values contradict each other.
+    """
+    require("a configuration", values, Mapping)
+    try:
+        config = Config.model_validate(_with_initial_run(values))
+    except ValidationError as error:
+        raise _user_error(error) from None
+    if config.training.compile and "every" not in config.gauges.model_fields_set:  # its default with compile
+        config = config.model_copy(update={"gauges": GaugesSection(every=0)})
+    for place in config.recipe.places:
+        if place not in KEYS:
+            raise unknown_key(f"recipe.{place}", config_keys())
+    if config.recipe.backend not in BACKENDS:
+        raise unknown("backend", config.recipe.backend, BACKENDS)
+    if config.schedule.kind == "constant" and any(r.follows_schedule for r in config.spec.recipe.rules):
+        raise UserError(
+            f"a rule of recipe {config.recipe.name!r} waits for the decay of the learning rate, and "
+            "schedule.kind = 'constant' has none; choose another kind, or write from_share in the rule"
+        )
+    if config.data.weights:
+        split_sources(config.data.source, config.data.weights)
+    t, alone = config.training, ParallelDims()
+    if t.fit_micro_batch:
+        config = config.with_micro_batch_size(largest_size(t.batch_size, alone, t.micro_batch_size))
+    model, t = config.spec.model, config.training
+    if t.batch_size % t.micro_batch_size:
+        raise UserError(
+            f"training.batch_size = {t.batch_size} is not a multiple of training.micro_batch_size = "
+            f"{t.micro_batch_size}, and a step is made of whole micro-batches; {what_fits(t, alone)}"
+        )
+    if t.compile and config.gauges.every:
+        raise UserError(
+            f"gauges.every = {config.gauges.every} with training.compile = true: gauges cannot look into "
+            "compiled code; set --gauges.every 0 or --training.compile false"
+        )
+    if t.compile and model.experts:
+        raise UserError(
+            f"model.experts = {model.experts} with training.compile = true: how many tokens an expert has is "
+            "not known when code is compiled; set --training.compile false"
+        )
+    require_layers(config.spec.recipe, model)
+    if config.guard.spike == "raise":
+        require_raising(config.spec.recipe, config.guard.rules(), config.gauges.every)
+    if config.data.sequence_length > model.max_sequence_length:
+        raise UserError(
+            f"data.sequence_length = {config.data.sequence_length} is longer than the model's "
+            f"max_sequence_length = {model.max_sequence_length}; "
+            f"shorten it or set --model.max_sequence_length"
+        )
+    return config
+
+
+def _with_initial_run(values: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Mapping[str, Any]]:
+    """Fill in dimensions and tokenizer of the run in `model.weights`, unless they are set.
+
+    A resolved configuration contains them all, and no longer needs that run.
+    """
+    model = values.get("model", {})
+    if not isinstance(model, Mapping) or not model.get("weights"):
+        return values
+    run = Path(str(model["weights"]))
+    if not (run / "config.toml").is_file():
+        if "dim" in model:
+            return values
+        raise UserError(
+            f"model.weights = {str(run)!r} is not a run directory; make one of another program's model with "
+            f"'narrowgauge import {run} --out RUN'"
+        )
+    merged = {**values, "model": {**load_values(run / "config.toml").get("model", {}), **model}}
+    data = values.get("data", {})
+    if isinstance(data, Mapping) and (run / "tokenizer.json").is_file():
+        merged["data"] = {"tokenizer": str(run / "tokenizer.json"), **data}
+    return merged
+
+
+def load_values(path: Path) -> dict[str, Any]:
+    """Read the tables of a TOML file, or of the configuration that ships by this name.
+
+    Raises:
+        UserError: the file is missing, unreadable or not TOML, or a section in it is not a table.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        if (named := named_config(str(path))) is not None:
+            return named
+        near = sorted(p.name for p in path.parent.glob("*.toml")) if path.parent.is_dir() else []
+        hint = f"next to it are {', '.join(near[:5])}"
+        if path.suffix != ".toml" or not near:
+            hint = f"name a .toml file, or one that ships: {', '.join(config_names())}"
+        if path.suffix != ".toml" and (close := nearest(str(path), config_names())):
+            hint = f"the nearest is {close}; {hint}"
+        raise UserError(f"no configuration file {path}; {hint}") from None
+    except IsADirectoryError:
+        own = path / "config.toml"
+        hint = f"that of this run is {own}" if own.is_file() else "name a .toml file"
+        raise UserError(f"{path} is a directory, but a configuration is a file; {hint}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"configuration file {path} cannot be read: {error}; correct the file") from None
+    values = without_gone(parse_toml(text, f"configuration file {path}"))
+    for section, table in values.items():
+        if section in Config.model_fields and not isinstance(table, dict):
+            first = next(iter(type(Config.model_fields[section].default).model_fields))
+            example = f", as in {first} = {toml_value(table)}" if isinstance(table, str | int) else ""
+            raise UserError(
+                f"configuration file {path}: {section} = {table!r}, but it is a section; "
+                f"write [{section}] above its keys{example}"
+            )
+    return values
+
+
+# Keys that files of earlier runs have, each with the only value that it may have there; None: any.
+_GONE = {
+    "schedule.decay_steps": 0,
+    "checkpoint.max_failures": None,
+    "log.sample_tokens": None,
+    "guard.raise_steps": math.inf,
+    "guard.raise_budget": 4,
+    "guard.lower_after": 0,
+}
+
+
+def without_gone(values: dict[str, Any]) -> dict[str, Any]:
+    """The tables of a file without keys that earlier versions wrote.
+
+    Raises:
+        UserError: one of them has a value that would change digits.
+    """
+    for name, only in _GONE.items():
+        section, key = name.split(".")
+        table = values.get(section)
+        if not isinstance(table, dict) or key not in table:
+            continue
+        value = table.pop(key)
+        if only is not None and value != only:
+            raise UserError(f"{name} = {value!r}: this key is gone, and {only} is its value in every run now")
+    return values
+
+
+def config_keys() -> dict[str, Key]:
+    """Every `section.key` with its description and default, for `--help` and for error messages."""
+    return keys_of({section: type(field.default) for section, field in Config.model_fields.items()})
+
+
+# Pydantic's error types for text that it cannot parse, in words that show a valid form.
+_RULES = {
+    "int_parsing": "input should be a valid integer, as in 1000",
+    "float_parsing": "input should be a valid number, as in 0.001 or 1e-3",
+    "bool_parsing": "input should be a valid boolean, true or false",
+}
+_UNIONS = {"training.recompute": "selective", "training.graph": "auto"}
+
+
+def _user_error(error: ValidationError) -> UserError:
+    """The first pydantic error as a one-sentence `UserError`."""
+    first = error.errors()[0]
+    if isinstance(cause := first.get("ctx", {}).get("error"), UserError):
+        return cause  # already complete
+    where = ".".join(str(part) for part in first["loc"][:2])
+    if first["type"] == "extra_forbidden":
+        if len(first["loc"]) == 1:
+            above = [e for e in error.errors() if e["type"] == first["type"] and len(e["loc"]) == 1]
+            return _unknown_section({str(e["loc"][0]): e["input"] for e in above})
+        return unknown_key(where, config_keys())
+    if where in _UNIONS:  # pydantic reports something else for each type of the union
+        first |= {"type": "literal_error", "msg": f"input should be true, false or {_UNIONS[where]}"}
+    rule = _RULES.get(first["type"]) or first["msg"][0].lower() + first["msg"][1:]
+    see = f"see 'narrowgauge train --help {first['loc'][0]}'"
+    return UserError(f"{where} = {first['input']!r}: {rule}; {see}")
+
+
+def _unknown_section(found: Mapping[str, object]) -> UserError:
+    """The error for names in the place of sections."""
+    name, value = next(iter(found.items()))
+    if of_recipe := [key for key in (*GROUPS, "rule", "compute", "title") if key in found]:
+        return UserError(
+            f"{of_recipe[0]!r} stands where a configuration has sections; if the file is a recipe, name it "
+            "by --recipe FILE, and else write its places below [recipe]"
+        )
+    if isinstance(value, Mapping):
+        return unknown("section", name, Config.model_fields)
+    return outside(name, value, config_keys())

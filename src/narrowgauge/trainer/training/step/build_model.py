@@ -1,0 +1,135 @@
+"""Builds a run's model and optimizer on one process, and restores the model from a checkpoint."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from narrowgauge.guard.raises import raises_of
+from narrowgauge.nn import DTYPES, apply_recipe, outline_of, recipe_tensors, set_step
+from narrowgauge.optim import AdamW, Muon, Optimizer, parameter_groups
+from narrowgauge.quantization import ensure_state, stored_tensor
+from narrowgauge.quantization.state.parameter_state import is_large
+from narrowgauge.recipes import Recipe, resolve
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.checkpoint import Checkpoint, load, newest_valid
+from narrowgauge.trainer.distributed import ModelSpec
+from narrowgauge.trainer.models import Transformer, initialize
+from narrowgauge.trainer.training.config.config import Config
+from narrowgauge.trainer.training.config.schema import OptimizerSection
+
+
+def build_model(spec: ModelSpec, device: torch.device) -> Transformer:
+    """The model of one process under its recipe, with its initial weights, on a device."""
+    with torch.device("meta" if device.type == "meta" else "cpu"):
+        model = Transformer(spec.model, DTYPES[spec.recipe.compute])
+    if device.type != "meta":
+        initialize(model, spec.seed)
+    spec.set_options(model)
+    model.to(device)
+    apply_recipe(model, spec.recipe, spec.backend)
+    return model
+
+
+def go_to(model: torch.nn.Module, config: Config, step: int, first_sample: int) -> None:
+    """Set the position of a run's model (`nn.set_step`)."""
+    seed, steps = config.spec.seed_of_rounding, config.training.steps
+    set_step(model, seed, step, first_sample, steps, config.decay_start)
+
+
+def model_of(config: Config, checkpoint: Checkpoint, device: torch.device) -> tuple[Config, Transformer]:
+    """The full model of a checkpoint on one process, and the configuration in effect there."""
+    config = config.in_force(raises_of(checkpoint.state), checkpoint.step)
+    model = build_model(config.spec, device)
+    load_model(model, config, checkpoint)
+    return config, model.eval()
+
+
+def load_model(model: torch.nn.Module, config: Config, checkpoint: Checkpoint) -> None:
+    """Restore a model from a checkpoint: its weights and the state of its recipe."""
+    load_weights(model, checkpoint)
+    go_to(model, config, checkpoint.step, 0)
+    saved = checkpoint.tensors.get("recipe", {})
+    for name, tensor in recipe_tensors(model).items():
+        if name not in saved or saved[name].shape != tensor.shape:
+            raise UserError(
+                f"the checkpoint of step {checkpoint.step} is of another recipe: it has no {name} as this "
+                "one keeps it; use its own, or `train --branch` to continue under another"
+            )
+        tensor.copy_(saved[name])
+
+
+@torch.no_grad()
+def load_weights(model: torch.nn.Module, checkpoint: Checkpoint) -> None:
+    """Copy a checkpoint's weights into a model.
+
+    Raises:
+        UserError: the checkpoint belongs to another model; the message names the first difference.
+    """
+    weights = checkpoint.tensors["model"]
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name, parameter in parameters.items():
+        if name not in weights or weights[name].shape != parameter.shape:
+            found = tuple(weights[name].shape) if name in weights else "nothing"
+            raise UserError(
+                f"the checkpoint of step {checkpoint.step} is another model's: {name} should be "
+                f"{tuple(parameter.shape)}, and it holds {found}; use the configuration it was made with"
+            )
+        stored = stored_tensor(parameter)
+        if weights[name].dtype != stored.dtype:
+            raise UserError(
+                f"the checkpoint of step {checkpoint.step} stores {name} as {weights[name].dtype}, and this "
+                f"recipe as {stored.dtype}; use the recipe it was made with"
+            )
+        stored.copy_(weights[name])
+    if extra := weights.keys() - parameters.keys():
+        raise UserError(
+            f"the checkpoint of step {checkpoint.step} is another model's: this one has no {min(extra)}; "
+            "use the configuration it was made with"
+        )
+
+
+def newest_checkpoint(checkpoints: Path, run_id: str | None) -> tuple[Checkpoint | None, list[str]]:
+    """The newest valid checkpoint, if any, and a sentence for each newer one that was refused."""
+    path, refused = newest_valid(checkpoints, run_id)
+    return (None if path is None else load(path)), refused
+
+
+def build_optimizer(config: Config, model: torch.nn.Module) -> Optimizer:
+    """The optimizer of a model before its first step."""
+    o, groups, seed = config.optimizer, _groups(config.optimizer, model), config.spec.seed_of_rounding
+    recipe = replace(config.spec.recipe, rules=())
+    optimizer: Optimizer
+    if o.name == "muon":
+        optimizer = Muon(groups, recipe, momentum=o.momentum, betas=o.betas, eps=o.eps, seed=seed)
+    else:
+        optimizer = AdamW(groups, recipe, betas=o.betas, eps=o.eps, seed=seed)
+    if any(rule.state for rule in config.spec.recipe.rules):
+        _follow_rules(optimizer, config.spec.recipe, model)
+    return optimizer
+
+
+def _follow_rules(optimizer: Optimizer, recipe: Recipe, model: torch.nn.Module) -> None:
+    """Keep moments in the formats of the recipe's rules for the module of each parameter."""
+    plan = resolve(recipe, outline_of(model))
+    for name, p in model.named_parameters():
+        casts = plan.moments_of(name.rpartition(".")[0])
+        for place, moment in optimizer.moments(p).items():
+            if place in casts and moment.cast != casts[place] and is_large(p):
+                optimizer.recast(p, place, casts[place])
+
+
+def number_parameters(config: Config, model: torch.nn.Module) -> None:
+    """Set the index of each local parameter within the full model; its random bits depend on it."""
+    with torch.device("meta"):
+        full_model = Transformer(config.spec.model)
+    parameters = (p for group in _groups(config.optimizer, full_model) for p in group["params"])
+    indices = {p: i for i, p in enumerate(parameters)}
+    of_name = {name: indices[p] for name, p in full_model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        ensure_state(parameter).index = of_name[name]
+
+
+def _groups(o: OptimizerSection, model: torch.nn.Module) -> list[dict[str, Any]]:
+    return parameter_groups(model, o.weight_decay, o.groups, muon=o.name == "muon")

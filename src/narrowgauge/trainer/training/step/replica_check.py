@@ -1,0 +1,117 @@
+"""Detects silent corruption: values changed by faulty memory or a faulty core.
+
+Two checks:
+
+- *Replicas.* Processes that hold the same tensors must hold the same bits. Each process sums the bit patterns
+  of each tensor, as integers, modulo 2^64. The order of the elements does not matter, so the sums of a
+  tensor's shards add up to its sum. One flipped bit k changes the sum by 2^k, so it is always detected
+  (several may cancel).
+- *Replay.* The same step computed twice from the same state must give the same loss and gradients, bit for
+  bit. It needs no second process, detects faults during the computation, and costs a step. On a GPU it needs
+  deterministic kernels.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from narrowgauge.quantization import gradient_of
+from narrowgauge.system.errors import Failed
+from narrowgauge.trainer.checkpoint import LocalTensors
+
+_BLOCK = 1 << 22  # elements widened to 64 bits at a time
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Corrupted(Failed):
+    """Values that must be equal differ: exit code 1. Nothing is saved after that."""
+
+
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The sum of the bit patterns of a tensor, or of its local shard: int64 with wrap-around, 0-dim.
+
+    Patterns are signed integers of 2, 4 or 8 bytes, or unsigned bytes.
+    """
+    t = getattr(tensor, "to_local", lambda: tensor)().detach().contiguous()
+    flat = t.view(-1).view(_INTEGERS[t.element_size()]) if t.numel() else t.new_zeros(0, dtype=torch.uint8)
+    return torch.stack([block.sum(dtype=torch.int64) for block in flat.split(_BLOCK)]).sum()
+
+
+def fingerprint(groups: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, int]:
+    """`{"GROUP NAME": sum of bits}` of tensors by group and name, such as `TrainState.tensors()`.
+
+    It reads each element once, and synchronizes once per device.
+    """
+    sums = {f"{group} {name}": bits_of(t) for group, named in groups.items() for name, t in named.items()}
+    by_device: dict[torch.device, list[str]] = {}
+    for name, value in sums.items():
+        by_device.setdefault(value.device, []).append(name)
+    fetched: dict[str, int] = {}
+    for names in by_device.values():
+        fetched |= dict(zip(names, torch.stack([sums[n] for n in names]).tolist(), strict=True))
+    return {name: fetched[name] for name in sums}
+
+
+def fingerprint_local(groups: LocalTensors) -> dict[str, int]:
+    """The fingerprint of local slices; slices with equal names are equal slices of the same tensor."""
+    return fingerprint(
+        {
+            group: {f"{name} from {s.offset}": s.tensor for name, slices in named.items() for s in slices}
+            for group, named in groups.items()
+        }
+    )
+
+
+def step_fingerprint(loss: torch.Tensor, names: Mapping[torch.Tensor, str]) -> dict[str, int]:
+    """The fingerprint of a loss and of the gradients of named parameters, quantized or not."""
+    gradients = {name: g for p, name in names.items() if (g := gradient_of(p)) is not None}
+    return fingerprint({"the": {"loss": loss}, "the gradient of": gradients})
+
+
+def first_difference(first: Mapping[str, int], second: Mapping[str, int]) -> str | None:
+    """The first tensor whose sums differ, or that only one fingerprint has; else None."""
+    names = dict.fromkeys([*first, *second])
+    return next((name for name in names if first.get(name) != second.get(name)), None)
+
+
+def differing_ranks(fingerprints: Sequence[Mapping[str, int]]) -> tuple[str, list[int]] | None:
+    """(tensor, ranks): the first tensor whose replicas differ, and those in the minority of its holders.
+
+    Without a majority the faulty rank is unknown, and all are named. None if all replicas are equal.
+    """
+    for name in dict.fromkeys(name for sums in fingerprints for name in sums):
+        held = {rank: sums[name] for rank, sums in enumerate(fingerprints) if name in sums}
+        values = list(held.values())
+        most = max(values, key=values.count)
+        if values.count(most) < len(values):
+            has_majority = 2 * values.count(most) > len(values)
+            return name, [rank for rank, v in held.items() if not has_majority or v != most]
+    return None
+
+
+def require_same_replicas(fingerprints: Sequence[Mapping[str, int]], step: int) -> None:
+    """Compare the replicas after a step.
+
+    Raises:
+        Corrupted: they differ; the message names the tensor and the ranks.
+    """
+    if (difference := differing_ranks(fingerprints)) is not None:
+        name, ranks = difference
+        who = ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+        raise Corrupted(
+            f"after step {step} the replicas differ in {name}, on {who}: memory or hardware fails there; "
+            "nothing was saved since, so leave that machine out and give the same line again"
+        )
+
+
+def require_same_replay(first: Mapping[str, int], second: Mapping[str, int], step: int) -> None:
+    """Compare both fingerprints of a step that was computed twice.
+
+    Raises:
+        Corrupted: they differ; the message names the tensor.
+    """
+    if (name := first_difference(first, second)) is not None:
+        raise Corrupted(
+            f"step {step} was computed twice from the same state, and {name} differs: memory or hardware "
+            "fails, or a kernel is not deterministic; see guard.replay_every, and try another machine"
+        )

@@ -1,0 +1,176 @@
+"""The state of a run, and how it is saved to a checkpoint and restored bit for bit.
+
+The trajectory is a function of the configuration and of: the weights, the optimizer's moments and step
+counts, the number of steps done, and the guard's state. Token order and random bits are pure functions of
+seed and step (and of how much data the guard has skipped), so there is no generator, cursor or loader state
+to save.
+
+A checkpoint of several processes holds slices of global tensors. A parameter's `TensorShard` describes its
+local rows and columns. The tensors of its state are divided in the same way: packed bytes, scales of blocks
+and scalars belong to the process of their elements.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import product
+from math import ceil
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from narrowgauge.guard import Guard
+from narrowgauge.nn import recipe_tensors
+from narrowgauge.optim import Optimizer
+from narrowgauge.quantization import ShardAxis, TensorShard, local_tensor, shard_of, stored_tensor
+from narrowgauge.recipes import Recipe
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.checkpoint import (
+    JSON,
+    LocalTensor,
+    LocalTensors,
+    SavePlan,
+    plan_save,
+    restore_distributed,
+)
+from narrowgauge.trainer.distributed import Engine
+from narrowgauge.trainer.models import Transformer
+from narrowgauge.trainer.training.config.config import Config
+from narrowgauge.trainer.training.step.build_model import go_to
+from narrowgauge.trainer.training.step.replica_check import fingerprint_local, require_same_replicas
+
+
+@dataclass
+class TrainState:
+    """Everything that changes from step to step; with several processes, the local shard of it."""
+
+    config: Config
+    device: torch.device
+    model: Transformer
+    optimizer: Optimizer
+    engine: Engine
+    guard: Guard
+    step: int = 0  # the number of steps done
+    scaler: torch.amp.GradScaler | None = None  # the loss scaling, if gradients pass through fp16
+
+    @property
+    def names(self) -> dict[torch.Tensor, str]:
+        """The name of each parameter."""
+        return {p: name for name, p in self.model.named_parameters()}
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe of the run, without the guard's raises."""
+        return self.config.spec.recipe
+
+    @property
+    def keep(self) -> int:
+        """The number of valid checkpoints to keep."""
+        return self.config.checkpoint.keep
+
+    def tensors(self) -> dict[str, dict[str, torch.Tensor]]:
+        """The tensors of a checkpoint by group and name, as this process holds them (not copied)."""
+        groups = {
+            "model": {n: stored_tensor(p) for n, p in self.model.named_parameters(remove_duplicate=False)},
+            "optimizer": self.optimizer.tensors(self.names),
+        }
+        of_recipe = recipe_tensors(self.model)
+        return groups | ({"recipe": of_recipe} if of_recipe else {})
+
+    def local_tensors(self) -> LocalTensors:
+        """The same tensors, each as local slices of the global tensor."""
+        return local_tensors_of(self.tensors(), dict(self.model.named_parameters(remove_duplicate=False)))
+
+    def state(self) -> dict[str, JSON]:
+        """The rest of a checkpoint, which is the same on every process."""
+        state: dict[str, JSON] = {"guard": self.guard.state()}
+        return state | ({"loss_scaling": self.scaler.state_dict()} if self.scaler else {})
+
+    def check_replicas(self) -> None:
+        """Compare the tensors that several processes hold, bit for bit.
+
+        Raises:
+            Corrupted: two copies differ.
+        """
+        if self.engine.mesh.is_alone:
+            return
+        require_same_replicas(self.engine.gather(fingerprint_local(self.local_tensors())), self.step)
+
+    def plan_save(self, checkpoints: Path, run_id: str, group: dist.ProcessGroup | None = None) -> SavePlan:
+        """Plan a checkpoint of the state after `step` steps; all processes of `group` together."""
+        tensors, state = self.local_tensors(), self.state()
+        return plan_save(checkpoints, self.step, tensors, state, self.keep, run_id, group)
+
+    def save(self, checkpoints: Path, run_id: str, group: dist.ProcessGroup | None = None) -> Path:
+        """Publish the state after `step` steps; raises the errors of `checkpoint.SavePlan.write`."""
+        return self.plan_save(checkpoints, run_id, group).write()
+
+    def fill(self, path: Path, group: dist.ProcessGroup | None) -> None:
+        """Fill the state from a checkpoint made under the recipe of the model."""
+        with torch.no_grad():
+            checkpoint = restore_distributed(path, self.local_tensors(), group)
+        self.engine.after_update()
+        go_to(self.model, self.config, checkpoint.step, 0)
+        self.step = checkpoint.step
+        taken = self.step * self.config.spec.batch_size
+        self.guard = Guard.from_state(self.config.guard.rules(), checkpoint.state, taken)
+        if self.scaler:
+            if "loss_scaling" not in checkpoint.state:
+                raise UserError(
+                    f"the checkpoint of step {self.step} is of another recipe: it has no loss scale, which "
+                    "this one keeps; use its own, or `train --branch` to continue under another"
+                )
+            self.scaler.load_state_dict(checkpoint.state["loss_scaling"])
+
+
+def local_tensors_of(
+    groups: Mapping[str, Mapping[str, torch.Tensor]], parameters: Mapping[str, torch.Tensor]
+) -> LocalTensors:
+    """The slices of tensors by group and name; a name begins with the name of the tensor's parameter."""
+    return {
+        group: {name: list(_slices(local_tensor(t), _shard(name, parameters))) for name, t in named.items()}
+        for group, named in groups.items()
+    }
+
+
+def _shard(name: str, parameters: Mapping[str, torch.Tensor]) -> TensorShard | None:
+    """The shard of `a.b.weight` for `a.b.weight`, `a.b.weight.m.codes` and `a.b.master.codes`."""
+    words = name.split(".")
+    for end in range(len(words), 0, -1):
+        if (parameter := parameters.get(".".join(words[:end]))) is not None:
+            return shard_of(parameter)
+        if words[end:][:1] in (["weight"], ["master"], ["grad"]):
+            parameter = parameters.get(".".join([*words[:end], "weight"]))
+            return None if parameter is None else shard_of(parameter)
+    return None
+
+
+def _slices(stored: torch.Tensor, shard: TensorShard | None) -> Iterator[LocalTensor]:
+    """The slices of a stored tensor whose parameter has this shard; None if it is not sharded."""
+    if shard is None or not stored.ndim:
+        yield LocalTensor(stored, tuple(stored.shape), (0,) * stored.ndim)
+        return
+    axes = [_stored_axis(axis, n) for axis, n in zip(shard.axes, stored.shape, strict=False)]
+    axes += [ShardAxis(n, ((0, n),), ()) for n in stored.shape[len(axes) :]]
+    shape = tuple(axis.size for axis in axes)
+    for segments in product(*(_segments(axis) for axis in axes)):
+        index = tuple(slice(begin, begin + n) for begin, _, n in segments)
+        yield LocalTensor(stored[index], shape, tuple(start for _, start, _ in segments))
+
+
+def _segments(axis: ShardAxis) -> Iterator[tuple[int, int, int]]:
+    """(start in the local tensor, start in the global tensor, length) of each segment."""
+    begin = 0
+    for start, length in axis.segments:
+        yield begin, start, length
+        begin += length
+
+
+def _stored_axis(axis: ShardAxis, stored: int) -> ShardAxis:
+    """An axis in units of the stored tensor: packed bytes, or scales of blocks."""
+    if not axis.groups or stored == axis.length:
+        return axis if axis.groups else ShardAxis(stored, ((0, stored),), ())
+    ratio = Fraction(axis.length, stored)  # elements of a stored unit
+    segments = tuple((int(start / ratio), ceil(length / ratio)) for start, length in axis.segments)
+    return ShardAxis(ceil(axis.size / ratio), segments, axis.groups)
