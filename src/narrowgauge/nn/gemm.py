@@ -111,7 +111,7 @@ class Operand(NamedTuple):
         if self.form == ROWS:
             return Operand(self.values().T)
         scale = self.scale.T if self.scale is not None and self.scale.ndim else self.scale
-        return self._replace(elements=self.elements.T, scale=scale)
+        return Operand(self.elements.T, scale, self.rest, self.outer, self.form, self.cast, self.rows)
 
     def kept(self) -> tuple[Tensors, Restore]:
         """Its tensors as a backward pass, which transposes it, needs them, and what restores it from them."""
@@ -281,7 +281,8 @@ def quantized_operand(q: QTensor, axis: int, other: torch.Tensor | None = None) 
     operand = operand if axis == -1 else operand.transposed()
     if other is None:
         return operand
-    return operand._replace(other=operand.transposed()._replace(elements=other.T if axis == -1 else other))
+    along = Operand(other.T if axis == -1 else other, operand.transposed().scale, None, *operand[3:6])
+    return Operand(*operand[:7], along)
 
 
 def tiled_operand(x: torch.Tensor, cast: Cast, axis: int, context: QuantContext) -> Operand | None:
@@ -313,13 +314,9 @@ def native_product(a: Operand, b: Operand, dtype: torch.dtype, fast: bool = Fals
     fp32, as TransformerEngine requires.
     """
     fast = fast and a.cast.element.bits == 8 and not (_in_blocks(a.cast) or _in_blocks(b.cast))
-    rows = _rows(a), _rows(b)
+    rows = a.rows or a.elements.shape[0], b.rows or b.elements.shape[0]
     result = torch_scaled_mm(**arguments(a, b), output_dtype=dtype, use_fast_accum=fast)
     return result if result.shape == rows else result[: rows[0], : rows[1]]
-
-
-def _rows(x: Operand) -> int:
-    return x.rows or len(x.elements)
 
 
 def _in_blocks(cast: Cast) -> bool:
@@ -329,7 +326,7 @@ def _in_blocks(cast: Cast) -> bool:
 
 def arguments(a: Operand, b: Operand) -> dict[str, Any]:
     """The keyword arguments of `scaled_mm` for two operands."""
-    a, b = (x if x.form == TILES else _padded(x) for x in (a, b))
+    a, b = a if a.form == TILES else _padded(a), b if b.form == TILES else _padded(b)
     types_a, scale_a = _scales(a, b, first=True)
     types_b, scale_b = _scales(b, a, first=False)
     swizzles = None
@@ -389,7 +386,7 @@ def along_contraction(codes: torch.Tensor) -> torch.Tensor:
 
 def _scales(x: Operand, other: Operand, first: bool) -> tuple[list[ScalingType], list[torch.Tensor]]:
     """(types, tensors) of an operand's scales in a matmul with the `other`."""
-    rows, scales, outer = _rows(x), x.scale, x.outer
+    rows, scales, outer = x.rows or x.elements.shape[0], x.scale, x.outer
     assert scales is not None
     assert outer is not None
     if x.cast.scale in TILED:
