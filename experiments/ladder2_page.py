@@ -26,7 +26,7 @@ HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "ladder2.md"
 PROBED = PAGE.parent / "evidence" / PROBE
 QUIET = "role-scratch"
-EXPECTED = HERE.parent / "src" / "narrowgauge" / "report" / "verdict" / "quiet_warmup.toml"
+EXPECTED = HERE.parent / "src/narrowgauge/trainer/report/verdict/quiet_warmup.toml"
 
 
 def main() -> None:
