@@ -71,7 +71,7 @@ REFUSED = [
     (f"WORLD_SIZE=2 {MEET}", ("WORLD_SIZE is set but RANK is not",)),
     (f"RANK=1 WORLD_SIZE=2 {MEET}", ("LOCAL_RANK is not",)),
     (f"RANK=2 WORLD_SIZE=2 LOCAL_RANK=0 {MEET}", ("2 of 2", "cannot be")),
-    ("RANK=one WORLD_SIZE=2", ("RANK is 'one'", "whole number")),
+    ("RANK=one WORLD_SIZE=2", ("RANK is 'one'", "integer")),
     ("PMIX_RANK=1", ("PMIX_RANK", "start by torchrun")),
     (f"{BY_SCRIPT} MASTER_PORT=70000", ("MASTER_PORT is 70000",)),
 ]

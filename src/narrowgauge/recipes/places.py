@@ -29,7 +29,7 @@ DIMENSIONS = {
     **dict.fromkeys(STATE_PLACES, "NK"),
 }
 PLACES = (*GEMM_PLACES, *ATTENTION_PLACES, "saved", STREAM, *STATE_PLACES, *WIRE_PLACES)
-#: What gauges read, in the order of their tables; the results of the GEMMs are no place of a recipe.
+#: The places that gauges measure, in table order. GEMM results have gauges, but recipes cannot name them.
 RESULTS = ("fprop.y", "dgrad.dx", "wgrad.dw")
 GAUGED_PLACES = (*GEMM_PLACES, *ATTENTION_PLACES, "saved", STREAM, *RESULTS, *STATE_PLACES)
 OFFLOADABLE = ("master", "grad", "m", "v")

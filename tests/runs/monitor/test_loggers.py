@@ -52,7 +52,7 @@ def test_a_run_goes_on_without_a_sink_that_fails():
     pages, said, tries = [], [], []
 
     def fails(step, values):
-        raise ConnectionError("nobody\nthere")
+        raise ConnectionError("connection\nrefused")
 
     def cannot_be_opened(step):
         tries.append(step)
@@ -67,7 +67,7 @@ def test_a_run_goes_on_without_a_sink_that_fails():
     assert tries == [0]
     words = "; training continues, and metrics.jsonl has every step"
     assert said == [
-        f"NOT SENT to down from now on (ConnectionError: nobody there){words}",
+        f"NOT SENT to down from now on (ConnectionError: connection refused){words}",
         f"NOT SENT to closed from now on (SystemExit: log in first){words}",
     ]
 

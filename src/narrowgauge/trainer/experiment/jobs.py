@@ -3,7 +3,7 @@
     train       a run, begun from the first of its sources whose checkpoint is there (`--branch`)
     eval        for a measured experiment: two losses on the held-out tokens, `eval --forward`
 
-A run that has diverged is a result. There is no other memory: the next command follows from the run
+A run that has diverged is a result. Nothing else is stored: the next command follows from the run
 directories, so an experiment continues after any kill.
 """
 

@@ -97,7 +97,7 @@ def search(
         The recipe, its predicted cost, and its baselines.
 
     Raises:
-        UserError: The budget is out of reach, a name is unknown, there is no checkpoint to fork from, or
+        UserError: The budget cannot be met, a name is unknown, there is no checkpoint to fork from, or
             scipy is missing.
     """
     casts, path, file, show = _casts(formats), Path(run), Path(out), show or (lambda *_: None)

@@ -121,7 +121,7 @@ def _number(environ: Mapping[str, str], *names: str) -> int | None:
             try:
                 return int(environ[name])
             except ValueError:
-                raise UserError(f"{name} is {environ[name]!r}, which is no whole number; unset it") from None
+                raise UserError(f"{name} is {environ[name]!r}, which is not an integer; unset it") from None
     return None
 
 
@@ -130,7 +130,7 @@ def _is_batch_shell(environ: Mapping[str, str]) -> bool:
 
 
 def _refuse_worlds_of_one(environ: Mapping[str, str]) -> None:
-    """Refuse several processes of which none was told its rank, so that each would train alone."""
+    """Refuse to start if several processes run without a rank: each would train alone."""
     launcher, size = processes_started(environ)
     if not launcher and environ.get("PMIX_RANK"):
         raise UserError("PMIX_RANK is set, but RANK, WORLD_SIZE and LOCAL_RANK are not; start by torchrun")

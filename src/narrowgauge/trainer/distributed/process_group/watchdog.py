@@ -104,7 +104,7 @@ class Watchdog:
 
     def _leave(self, end: Failure) -> None:
         """End the process, unless its main thread does so in time; after a hang, when it is reported."""
-        self.patience_s = 0.0  # what follows is no hang
+        self.patience_s = 0.0  # no timeout from here on
         if end.hang:
             self.hang_detected = True
             self._dump_stacks()

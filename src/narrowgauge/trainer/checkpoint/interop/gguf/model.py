@@ -318,7 +318,7 @@ def _decoded(name: str, tensors: Mapping[str, StoredRows]) -> list[torch.Tensor]
 
 
 def _scaled(q: torch.Tensor, factor: float | None, kind: str) -> torch.Tensor:
-    """A matrix times the scale of its tensor; a `ValueError` if the scales are no quantizer's."""
+    """A matrix times its tensor scale; raises `ValueError` on scales that no quantizer writes."""
     weight = q if factor is None else q * factor
     inverted = (lambda: float((q / factor).abs().max())) if factor else lambda: 0.0
     is_missing = factor is None and kind == "NVFP4"
