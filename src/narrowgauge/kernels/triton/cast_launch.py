@@ -79,7 +79,6 @@ def _grid_strides(blocks: Blocks, axis: int) -> tuple[int, int]:
     return (blocks.grid[1], 1) if axis == -1 else (1, blocks.grid[1])
 
 
-@torch.no_grad()
 def quantized(
     x: torch.Tensor, cast: Cast, axis: int, context: QuantContext, both: bool = False
 ) -> tuple[QTensor, torch.Tensor | None]:
@@ -93,7 +92,6 @@ def quantized(
     return QTensor(codes, scales, scale_codes, one if S is None else S, cast, blocks), None
 
 
-@torch.no_grad()
 def in_tiles(
     x: torch.Tensor, cast: Cast, axis: int, context: QuantContext
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -142,7 +140,6 @@ def _one(like: torch.Tensor) -> torch.Tensor:
     return one
 
 
-@torch.no_grad()
 def emulated(
     x: torch.Tensor, cast: Cast, axis: int, dtype: torch.dtype, context: QuantContext
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -316,6 +313,7 @@ def _largest(
     return amax
 
 
+@lru_cache(1024)
 def _lanes(shape: torch.Size, cast: Cast, axis: int, dtype: torch.dtype) -> float:
     """The instructions of a cast, for `GpuWork.lanes`."""
     of_an_element = _LANES[_kind(cast)][dtype == torch.uint8][axis == 0]
@@ -344,4 +342,4 @@ def _extents(blocks: Blocks, axis: int) -> tuple[int, ...]:
 
 
 def _grid(view: _View, tile: tuple[int, int]) -> tuple[int, int]:
-    return cdiv(view.R, tile[0]), cdiv(view.K_OUT, tile[1])
+    return -(-view.R // tile[0]), -(-view.K_OUT // tile[1])
