@@ -11,7 +11,6 @@ import safetensors.torch
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 
@@ -49,28 +48,17 @@ def through_safetensors(tensors):
 
 #: Of the weight of a layer.
 READS_OF_WEIGHT = {
-    "norm": lambda w: w.norm(),
-    "reductions": lambda w: [w.sum(), w.mean(1), w.std(), w.abs().max(), w.argmax(1), w.isfinite().all()],
-    "indexing": lambda w: [w[0], w[:, 3], w[2:5, ::2], w[torch.tensor([1, 4])], w[w > 0], w[0, 0]],
-    "arithmetic": lambda w: [
-        *[2 * w + 1, w - w.T.T / 3, w**2, -w],
-        *[w.clamp(-0.1, 0.1), torch.where(w > 0, w, 0)],
-    ],
-    "shapes": lambda w: [
-        *[w.t(), w.view(-1), w.reshape(32, -1), w.unsqueeze(0), w.flatten()],
-        *[*w.chunk(2), *w.unbind(0)[:2]],
-    ],
-    "products": lambda w: [w @ w.T, torch.einsum("nk,mk->nm", w, w), w.T.mm(w), torch.linalg.svdvals(w)],
-    "casts": lambda w: [
-        *[w.float(), w.double(), w.to(torch.bfloat16).float(), w.type(torch.float32), w.type_as(w)]
-    ],
+    "arithmetic": lambda w: [2 * w + 1, w - w.T.T / 3, w.abs().max(), w.mean(1), w @ w.T],
+    "indexing": lambda w: [w[0], w[:, 3], w[2:5, ::2], w[torch.tensor([1, 4])], w[w > 0]],
+    "views": lambda w: [w.t(), w.view(-1), w.unsqueeze(0), *w.chunk(2), *w.unbind(0)[:2]],
+    "casts": lambda w: [w.float(), w.double(), w.to(torch.bfloat16).float(), w.type_as(w)],
     "other_containers": lambda w: [
         *[torch.from_numpy(w.detach().numpy()), torch.tensor(w.tolist())],
         *[torch.cat([w, w]), torch.stack([w, w])],
     ],
     "gradients_of_penalties": lambda w: [
         torch.autograd.grad(penalty, w)[0]
-        for penalty in (w.square().sum(), w.abs().sum(), (w @ w.T - torch.eye(64)).square().sum(), w.norm())
+        for penalty in (w.square().sum(), (w @ w.T - torch.eye(64)).square().sum(), w.norm())
     ],
     "functional_gradient": lambda w: torch.func.grad(lambda w: w.square().sum())(w.detach()),
     "vmap_over_rows": lambda w: torch.func.vmap(lambda row: row.square().sum())(w.detach()),
@@ -86,19 +74,8 @@ READS |= {
     "foreach_norms": lambda m: torch._foreach_norm([p.detach() for p in m.parameters()]),
     "saved_parameters": lambda m: through_torch(dict(m.named_parameters())),
     "safetensors_of_a_state_dict": lambda m: through_safetensors(m.state_dict()),
-    "safetensors_of_clones": lambda m: through_safetensors(
-        {n: p.detach().clone() for n, p in m.named_parameters()}
-    ),
     "safetensors_of_parameters": lambda m: through_safetensors(dict(m.named_parameters())),
 }
-
-
-def idiom(kind):
-    def add(function):
-        kind[function.__name__] = function
-        return function
-
-    return add
 
 
 def a_parent_that_reads_the_weight(m):
@@ -110,12 +87,8 @@ def a_parent_that_reads_the_weight(m):
 
 #: Of a model, whose weights then have the gradients of these.
 LOSSES = {
-    "an_l2_penalty_alone": lambda m: sum(p.square().sum() for p in m.parameters()),
-    "an_l1_penalty_and_the_loss": lambda m: loss_of(m) + 0.01 * sum(p.abs().sum() for p in m.parameters()),
-    "elastic_weight_consolidation": lambda m: (
-        loss_of(m) + sum((p - p.detach().clone() - 0.1).square().sum() for p in m.parameters())
-    ),
-    "orthogonality": lambda m: sum((w @ w.T).square().sum() - w.square().sum() for w in named(m).values()),
+    "a_penalty_alone": lambda m: sum(p.square().sum() for p in m.parameters()),
+    "a_penalty_and_the_loss": lambda m: loss_of(m) + 0.01 * sum(p.abs().sum() for p in m.parameters()),
     "two_backward_passes_and_a_read": lambda m: loss_of(m).backward() or loss_of(m, 2 if grads(m) else 1),
     "a_layer_called_twice": lambda m: (m(batch(1)) + m(batch(2))).square().mean(),
     "a_parent_that_reads_the_weight": a_parent_that_reads_the_weight,
@@ -137,34 +110,23 @@ def gradients_of(loss):
 GRADIENTS = {name: gradients_of(loss) for name, loss in LOSSES.items()}
 
 
-@idiom(GRADIENTS)
-def gradient_of_the_input_alone(m):
+def idiom(function):
+    GRADIENTS[function.__name__] = function
+    return function
+
+
+@idiom
+def gradients_by_autograd_grad(m):
+    """Of the input and of the weights, which leave nothing behind."""
     x = batch().requires_grad_()
     torch.autograd.grad(m(x).square().mean(), x)
     m(x).square().mean().backward(inputs=[x])
-    assert all(g is None for g in grads(m))
-    loss_of(m).backward()
-    return grads(m)
-
-
-@idiom(GRADIENTS)
-def gradients_by_autograd_grad(m):
     found = torch.autograd.grad(loss_of(m), list(named(m).values()))
     assert all(g is None for g in grads(m))
     return list(found)
 
 
-@idiom(GRADIENTS)
-def gradient_surgery(m):
-    """PCGrad: the conflicting part of one task's gradient is removed."""
-    ours = list(named(m).values())
-    a, b = (torch.autograd.grad(loss_of(m, seed), ours) for seed in (1, 2))
-    for p, g, h in zip(ours, a, b, strict=True):
-        p.grad = g - (g * h).sum().clamp(max=0) / h.square().sum() * h
-    return grads(m)
-
-
-@idiom(GRADIENTS)
+@idiom
 def hooks(m):
     """One that scales, and one after accumulation."""
     seen = []
@@ -175,7 +137,7 @@ def hooks(m):
     return [*seen, *grads(m)]
 
 
-@idiom(GRADIENTS)
+@idiom
 def gradients_changed_in_place(m):
     loss_of(m).backward()
     nn.utils.clip_grad_value_(m.parameters(), 1e-3)
@@ -184,7 +146,7 @@ def gradients_changed_in_place(m):
     return grads(m)
 
 
-@idiom(GRADIENTS)
+@idiom
 def an_embedding_tied_after_conversion(m):
     embedding = nn.Embedding(64, 32)
     embedding.weight = m[0].weight
@@ -193,7 +155,7 @@ def an_embedding_tied_after_conversion(m):
     return [embedding(torch.arange(64)).detach(), *grads(m)]
 
 
-@idiom(GRADIENTS)
+@idiom
 def other_weights_by_functional_call(m):
     other = {n: (2 * p.detach()).requires_grad_() for n, p in m.named_parameters()}
     torch.func.functional_call(m, other, (batch(),)).square().mean().backward()
@@ -201,7 +163,7 @@ def other_weights_by_functional_call(m):
     return [p.grad for n, p in other.items() if n.endswith("weight")]
 
 
-@idiom(GRADIENTS)
+@idiom
 def a_copy_has_gradients_of_its_own(m):
     twin = copy.deepcopy(m)
     loss_of(twin).backward()
@@ -209,22 +171,15 @@ def a_copy_has_gradients_of_its_own(m):
     return grads(twin)
 
 
-@idiom(GRADIENTS)
+@idiom
 def a_parameter_put_in_its_place(m):
     m[0].weight = nn.Parameter(m[0].weight.detach().clone() * 2)
     loss_of(m).backward()
     return [*grads(m), copy.deepcopy(m).state_dict()["0.weight"]]
 
 
-@idiom(GRADIENTS)
+@idiom
 def weight_norm(m):
     nn.utils.parametrizations.weight_norm(m[0])
     loss_of(m).backward()
     return [p.grad for _, p in sorted(m[0].named_parameters()) if p.ndim == 2]
-
-
-@idiom(GRADIENTS)
-def pruning(m):
-    prune.l1_unstructured(m[0], "weight", amount=0.5)
-    loss_of(m).backward()
-    return [m[0].weight.detach(), m[0].weight_orig.grad]

@@ -3,8 +3,6 @@
 Each changes a model, and returns its weights, which are rounded to the format that stores them.
 """
 
-import copy
-import io
 import tempfile
 import warnings
 
@@ -31,14 +29,11 @@ def halved(state):
 #: To the weight of a layer.
 WRITES_TO_WEIGHT = {
     "set_to_zero": lambda w: w.mul_(0),
-    "fill": lambda w: w.fill_(0.5),
     "initialize_constant": lambda w: nn.init.constant_(w, 0.25),
     "initialize_normal": seeded(lambda w: w.data.normal_(std=0.02)),
     "initialize_orthogonal": seeded(nn.init.orthogonal_),
     "copy_into_data": lambda w: w.data.copy_(w.flip(0).clone()),
     "assign_data": lambda w: setattr(w, "data", w.data * 0.5),
-    "clamp": lambda w: w.clamp_(-0.05, 0.05),
-    "scale": lambda w: w.mul_(0.75).div_(2),
     "output_argument": lambda w: torch.mul(w.clone(), 0.5, out=w),
 }
 WRITES_TO_MODEL = {
@@ -64,23 +59,9 @@ def write_a_slice(m):
 
 
 @write
-def merge_an_adapter(m):
-    a, b = (torch.randn(*s, generator=torch.Generator().manual_seed(2)) for s in ((4, 32), (64, 4)))
-    m[0].weight.data += 0.05 * b @ a
-
-
-@write
 def write_through_a_state_dict(m):
     for name, t in m.state_dict().items():
         t.copy_(0.5 * m.get_parameter(name))
-
-
-@write
-def lerp_through_a_state_dict(m):
-    for t in m.state_dict().values():
-        t.lerp_(torch.ones_like(t), 0.25)
-        if t.ndim == 2:
-            t[0].zero_()
 
 
 @write
@@ -94,14 +75,6 @@ def distributed_checkpoint(m):
 
 
 @write
-def through_a_pickle(m):
-    file = io.BytesIO()
-    torch.save(m, file)
-    file.seek(0)
-    m.load_state_dict(torch.load(file, weights_only=False).state_dict())
-
-
-@write
 def averaged_model(m):
     averaged = torch.optim.swa_utils.AveragedModel(m)
     for p in m.parameters():
@@ -109,15 +82,6 @@ def averaged_model(m):
     for _ in range(2):
         averaged.update_parameters(m)
     m.load_state_dict(averaged.module.state_dict())
-
-
-@write
-def exponential_average_of_a_copy(m):
-    ema = copy.deepcopy(m)
-    for e, p in zip(ema.parameters(), m.parameters(), strict=True):
-        e.copy_(0.5 * p)
-        e.mul_(0.75).add_(p, alpha=0.25)
-    m.load_state_dict(ema.state_dict())
 
 
 def returning_weights(function):

@@ -121,42 +121,6 @@ def test_a_gradient_is_added_without_autograd_unless_a_hook_sees_it_or_it_is_fro
     assert other.accumulation is None, "only as long as the weights are the same"
 
 
-def test_the_gradient_of_a_chunked_head_is_added_times_what_comes_back():
-    model = model_under("fp8")
-    weight, dw = model.head.weight, torch.randn_like(model.head.weight)
-    with accumulating(model, keeps_codes=False):
-        assert not model.head.accumulation.add(dw, False, torch.tensor(0.25)), "none waits"
-        weight.grad = torch.ones_like(weight)
-        assert model.head.accumulation.add(dw, False, torch.tensor(0.25))
-        assert not model.head.add_gradient(dw, torch.tensor(0.25)), "a CPU leaves it to autograd"
-    assert torch.equal(weight.grad, 1 + dw * 0.25)
-
-
-@pytest.mark.parametrize("retains", [False, True])
-def test_weight_operand_is_freed_before_the_gradient_of_the_weight_is_computed(monkeypatch, retains):
-    """In a graph that is retained it is needed once more, and the second backward pass gives the same."""
-    layer = convert(torch.nn.Sequential(torch.nn.Linear(32, 48, bias=False)), "bf16")
-    x, kept, multiply = torch.randn(8, 32, dtype=torch.bfloat16, requires_grad=True), [], products.multiply
-    y = layer(x)
-    node = y.grad_fn
-    while "LinearFunction" not in node.name():
-        ((node, _),) = node.next_functions
-
-    def is_kept():
-        try:
-            return bool(node.saved_tensors)
-        except RuntimeError:  # they have already been freed
-            return False
-
-    monkeypatch.setattr(products, "multiply", lambda *a, **k: kept.append(is_kept()) or multiply(*a, **k))
-    y.sum().backward(retain_graph=retains)
-    assert kept == [True, retains], "for the gradient of x, and of the weight"
-    if retains:
-        first = x.grad.clone()
-        y.sum().backward()
-        assert torch.equal(x.grad, 2 * first)
-
-
 def test_a_recomputed_block_multiplies_its_last_product_once(monkeypatch):
     model, made, multiply = model_under("fp8"), [], products.multiply
     kept = summed(model)

@@ -169,23 +169,6 @@ def test_half_of_the_heads_draws_its_own_bits():
             assert torch.equal(ours, full.chunk(2, dim=1)[index])
 
 
-def test_memory_is_that_of_some_heads(monkeypatch):
-    monkeypatch.setitem(attention_function.SCORES, "cpu", 64 * 32)
-    largest = 0
-
-    def watch(x, *rest, **options):
-        nonlocal largest
-        largest = max(largest, x.numel())
-        return real(x, *rest, **options)
-
-    real = torch.Tensor.softmax
-    monkeypatch.setattr(torch.Tensor, "softmax", watch)
-    q = torch.randn(1, 2, 64, 16, requires_grad=True)
-    casts = {f"attention.{t}": make_cast("mxfp8") for t in TENSORS}
-    narrow_attention(q, q, q, None, AttentionContext(casts)).sum().backward()
-    assert largest == 64 * 64
-
-
 def test_a_foreign_model_is_told_that_its_attention_is_out_of_reach():
     encoder = torch.nn.TransformerEncoderLayer(16, 2)
     for places, thing in (({"attention.p": "e4m3"}, "attention"), ({"stream": "bf16"}, "residual stream")):

@@ -6,12 +6,10 @@ operators. Whole models, with what lies between layers: training/step/test_compi
 """
 
 import shutil
-from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import narrowgauge as ng
 from narrowgauge.nn import convert, recipe_tensors, set_step
@@ -30,7 +28,6 @@ pytestmark = [  # all come from torch's own tracing and compiling
     pytest.mark.tier("thorough"),  # compiles for seconds
 ]
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor's CPU code needs g++")
-needs_cpu_kernels = pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="needs torch 2.13")
 
 
 @pytest.fixture(autouse=True)
@@ -83,15 +80,6 @@ def test_random_bits_and_histories_go_on_where_no_step_is_said(name):
     assert_traced_is_eager(make(name), traced, run, says_step=False, sizes=(1, 8, 0, 2, 2, 1))
 
 
-@pytest.mark.parametrize("name", ["fp8-delayed", pytest.param("nvfp4", marks=pytest.mark.tier("nightly"))])
-def test_recomputation_within_compiled_code(name):
-    eager, traced = make(name), make(name)
-    compiled = torch.compile(
-        lambda x: checkpoint(traced, x, use_reentrant=False), fullgraph=True, backend="aot_eager"
-    )
-    assert_traced_is_eager(eager, traced, compiled)
-
-
 @pytest.mark.tier("nightly", keep=("nvfp4", "msamp-o3"))
 @pytest.mark.parametrize("name", [*WIDE, *NARROW_STATE])
 def test_a_compiled_model_trains_as_the_eager_one(name):
@@ -99,15 +87,6 @@ def test_a_compiled_model_trains_as_the_eager_one(name):
     m, eager = model(name), model(name)
     compiled = torch.compile(m, fullgraph=name in WIDE, backend="aot_eager")
     assert_same(train(m, name, compiled, (1, 2)), train(eager, name, numbers=(1, 2)))
-
-
-@needs_cpu_kernels
-def test_native_products_compile_whole():
-    torch.manual_seed(0)
-    layer = convert(nn.Sequential(nn.Linear(32, 16)), "fp8")
-    layer[0].spec = replace(layer[0].spec, native=True)
-    x = torch.randn(20, 32, requires_grad=True)
-    assert torch.equal(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), layer(x))
 
 
 NARROW = {"attention": {"cast": "mxfp8", "block": 8, "rounding": "stochastic"}, "stream": "mxfp8"}

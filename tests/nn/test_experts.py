@@ -90,16 +90,3 @@ def test_an_expert_without_tokens_is_left_alone_and_a_copy_computes_the_same(nam
     for place, state in before.items():
         now = unused.down.histories[place].tensors()
         assert all(torch.equal(now[key], t) for key, t in state.items()), place
-
-
-def test_random_bits_of_two_micro_batches_are_never_the_same():
-    """An expert's matrix is as if it had all tokens: its rows begin at first_sample x tokens x width."""
-    stochastic = {"fprop.x": {"cast": "mxfp8", "rounding": "stochastic"}}
-    model, experts = make(ng.recipe("mxfp8").with_places(stochastic))
-    expert, offsets = experts.get_submodule("0").gate_up, {}
-    expert.sequence_length = 10
-    for first, rows in ((0, 30), (3, 4)):
-        set_step(model, 0, 1, first)
-        operands = expert.operands(torch.zeros(rows, 64), expert.weight)
-        offsets[first] = operands.quant_context(torch.zeros(rows, 64), "fprop.x").random.offset
-    assert offsets == {0: 0, 3: 3 * 10 * 64}

@@ -3,7 +3,6 @@
 Legend: M tokens, K inputs, N outputs.
 """
 
-import inspect
 import weakref
 from contextlib import nullcontext
 
@@ -157,32 +156,6 @@ def test_a_place_changes_its_own_product_only(place, cast):
         assert ((flat(result).double() - products[which]).abs() <= bounds[which]).all()
 
 
-@pytest.mark.parametrize("gemm", PRODUCT_OF)
-def test_a_hadamard_transform_of_both_operands_leaves_the_product(gemm):
-    layer, x, dy = make_case("ragged")
-    wide = run(layer, recipe("fp32"), x, dy)
-    for size in (16, 32):
-        pair = {p: {"cast": "fp32", "hadamard": size} for p in GEMM_PLACES if p.startswith(gemm)}
-        for which, result in run(layer, recipe("fp32").with_places(pair), x, dy).items():
-            atol = 1e-5 * wide[which].abs().max().item()
-            torch.testing.assert_close(result, wide[which], rtol=1e-4, atol=atol)
-            assert torch.equal(result, wide[which]) == (which != PRODUCT_OF[gemm])
-
-
-def test_one_token_without_a_batch_and_a_batch_of_one():
-    under, (x, _) = make("mxfp8"), batch()
-    assert torch.equal(under(x[0, 0]), under(x[:1, :1])[0, 0])
-
-
-def test_the_layer_says_its_recipe():
-    layer = torch.nn.Linear(64, 96, bias=False)
-    text = "Linear(in_features=64, out_features=96, bias=False, recipe=mxfp4"
-    assert repr(Linear(layer, recipe("mxfp4"), 0)) == f"{text})"
-    kept = convert(torch.nn.ModuleDict({"up": layer}), "mxfp4", keep="up")["up"]
-    assert repr(kept) == f"{text}, kept in bf16)"
-    assert "kept" not in repr(Linear(layer, recipe("bf16"), 0))
-
-
 def nodes(node):
     """A node of the autograd graph and all behind it."""
     return [node, *(n for after, _ in node.next_functions if after is not None for n in nodes(after))]
@@ -208,13 +181,6 @@ def test_what_is_kept_for_backward_is_freed_after_it(name, saved):
     assert not any(isinstance(v, torch.Tensor) for v in held)
     y.backward(dy)
     assert not any(box() is not None for box in boxes)
-
-
-def test_forward_takes_by_place_what_torch_takes():
-    """torchtitan passes on the arguments that a layer declares by place, and no others."""
-    declared = inspect.signature(Linear.forward).parameters.values()
-    torchs = inspect.signature(torch.nn.Linear.forward).parameters
-    assert [p.name for p in declared if p.kind is not p.KEYWORD_ONLY] == list(torchs)
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -4,12 +4,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import narrowgauge as ng
 from narrowgauge.nn import EqualShare, LinearShards
-from narrowgauge.quantization import gradient_of, state_of
+from narrowgauge.quantization import state_of
 from narrowgauge.system.errors import UserError
 
 
@@ -43,15 +42,6 @@ def test_the_models_zero_grad_drops_narrow_gradients(name):
             (m if is_the_models else optimizer).zero_grad()
         results.append([t.clone() for t in m.state_dict().values()])
     assert all(map(torch.equal, *results))
-
-
-def test_torchs_optimizer_moves_plain_weights_by_narrow_gradients():
-    m = model(ng.recipe("msamp-o1").with_places({"weight": "fp32", "master": "none"}))
-    backward(m)
-    expected = [p.detach() - 0.01 * gradient_of(p) for p in m.parameters()]
-    torch.optim.SGD(m.parameters(), lr=0.01).step()
-    for p, moved in zip(m.parameters(), expected, strict=True):
-        torch.testing.assert_close(p.detach(), moved, rtol=1e-6, atol=1e-7)
 
 
 def test_wrapping_and_a_copy_of_its_values_leave_a_weight_its_master(group):
@@ -97,14 +87,6 @@ WRAPPED = {
     ),
     "a box": (lambda: ng.prepare_ddp(Box()), "no tensor with a gradient was found in the output"),
     "converted again": (lambda: ng.convert(model("msamp-o2"), "fp8"), ""),
-    "wide gradients": (
-        lambda: model(
-            ng.recipe("msamp-o2").with_places(
-                {"weight": "fp32", "master": "none", "grad": "fp32", "reduce": "fp32"}
-            )
-        ),
-        "",
-    ),
 }
 
 
@@ -118,13 +100,6 @@ def test_ddp_is_refused_where_gradients_would_be_lost(case):
         return
     m = make()
     DistributedDataParallel(m)(torch.randn(4, 64)).sum().backward()
-    assert all(p.grad is not None for p in m.parameters())
-
-
-@pytest.mark.usefixtures("group")
-def test_fully_shard_takes_the_options_of_torchs():
-    m = ng.fully_shard(model("msamp-o2"), mesh=init_device_mesh("cpu", (1,)), reshard_after_forward=False)
-    m(torch.randn(4, 64)).sum().backward()
     assert all(p.grad is not None for p in m.parameters())
 
 

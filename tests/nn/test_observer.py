@@ -7,9 +7,6 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from narrowgauge.nn import Gauges, Linear, convert
-from narrowgauge.nn.gauges import LayerGauge
-from narrowgauge.nn.observer import evenly
-from narrowgauge.nn.operands import LayerSpec, Operands
 from narrowgauge.optim import AdamW
 from narrowgauge.quantization import QuantContext, emulate, gradient_of, make_cast, quantize, state_of
 from narrowgauge.quantization.gauges.figures import figures, gauge_operand
@@ -94,31 +91,11 @@ def test_products_are_compared_with_those_of_the_numbers_before_any_rounding(nam
         assert noise == pytest.approx(lines[place]["sqnr_db"], abs=4)
 
 
-def test_what_is_kept_in_a_cast_of_its_own_is_a_place():
-    x, dy = tensors()
-    lines = one_step(layer_under(recipe("mxfp4").with_places({"saved": "mxfp8"})), x, dy)
-    assert_like(lines["saved"], x, "mxfp8", -1)
-    assert_like(lines["wgrad.x"], quantize(x, "mxfp8").dequantize(torch.bfloat16), "mxfp4", 0)
-    assert lines["wgrad.dw"]["cosine"] < 1, "against the input as it came"
-
-
 @pytest.mark.parametrize("name", ["fp8-delayed", "mxfp8", "nvfp4"])
 def test_a_second_forward_pass_and_later_micro_batches_are_not_read(name):
     lines = one_step(layer_under(name), *tensors())
     for more in ({"recompute": True}, {"micro_batches": 3}, {"micro_batches": 2, "recompute": True}):
         assert one_step(layer_under(name), *tensors(), **more) == lines
-
-
-@pytest.mark.parametrize("name", ["e4m3", "mxfp8", "nvfp4", "fp8-row"])
-@pytest.mark.parametrize("axis", [-1, 0])
-def test_native_operands_are_read_alike(name, axis):
-    x, lines = tensors()[0], []
-    for native in (False, True):
-        gauges = Gauges({}, {})
-        spec = LayerSpec({"fprop.x": make_cast(name)}, torch.bfloat16, native=native)
-        Operands(spec, observer=LayerGauge("it", gauges)).of(x, "fprop.x", axis)
-        lines.append(gauges.lines(1))
-    assert lines[0] == lines[1]
 
 
 def test_a_delayed_scale_is_the_one_that_was_used():
@@ -166,8 +143,3 @@ def test_state_is_read_as_the_update_left_it(name):
             assert line["cast"] == ("fp32" if is_plain else stored.cast.name)
             assert (line["sqnr_db"] is None) == (line["cast"] == "fp32"), "plain numbers lose nothing"
     assert all(m.gauge is None for m in places.values() if not isinstance(m, torch.Tensor))
-
-
-def test_rows_lie_evenly():
-    assert evenly(torch.arange(200)[:, None]).flatten().tolist() == list(range(0, 192, 3))
-    assert len(evenly(torch.zeros(10, 3))) == 10

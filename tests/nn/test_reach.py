@@ -6,7 +6,6 @@ import warnings
 
 import pytest
 import torch
-import transformers
 from torch import nn
 
 from narrowgauge.nn import Linear, audit, convert
@@ -59,11 +58,6 @@ class Doubled(nn.Linear):
         return 2 * super().forward(x)
 
 
-class Noisy(nn.Linear):
-    def forward(self, x):
-        return nn.functional.dropout(super().forward(x), 0.5, self.training)
-
-
 class Gate(nn.Linear):
     """A router with a separate bias for the choice, which returns the choice."""
 
@@ -90,11 +84,11 @@ def test_layers_that_cast_their_weight_are_converted_where_they_are_named(also):
     assert [m[name].recipe.is_narrow for name in ("fc", "lm_head")] == [True, False]
 
 
-@pytest.mark.parametrize("kind", [Doubled, Noisy, Gate])
-def test_a_layer_that_computes_something_else_stays_what_it_is(kind):
+@pytest.mark.parametrize(("kind", "keep"), [(Doubled, ()), (Gate, "own")])
+def test_a_layer_that_computes_something_else_stays_what_it_is(kind, keep):
     model = nn.ModuleDict({"plain": nn.Linear(8, 8), "own": kind(8, 8)})
     own, state = model["own"], torch.random.get_rng_state()
-    _, (said,) = warned(lambda: convert(model, "mxfp8", keep="own" if kind is Noisy else ()))
+    _, (said,) = warned(lambda: convert(model, "mxfp8", keep=keep))
     assert torch.equal(torch.random.get_rng_state(), state)
     assert model["own"] is own
     assert isinstance(model["plain"], Linear)
@@ -107,19 +101,6 @@ def test_where_nothing_is_left_or_a_rule_selects_it_it_is_refused():
         convert(nn.Sequential(nn.Linear(8, 8), Doubled(8, 8)), rule)
     with pytest.raises(UserError, match=r"replace \(1 such as '0', because Doubled overrides the forward"):
         convert(nn.Sequential(Doubled(8, 8)), "fp8")
-
-
-SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-SIZES |= {"num_key_value_heads": 2, "vocab_size": 64, "num_local_experts": 4}
-
-
-def test_experts_whose_forward_pass_was_replaced_stay_what_they_are():
-    model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**SIZES))
-    experts = model.model.layers[0].mlp.experts
-    experts.forward = lambda x, *_: x
-    with pytest.warns(UserWarning, match=r"such as 'model\.layers\.0\.mlp\.experts.*multiplies with it"):
-        convert(model, "mxfp8")
-    assert model.model.layers[0].mlp.experts is experts
 
 
 class InLists(nn.Module):
@@ -171,17 +152,8 @@ LEFT = {
         lambda: with_layer(nn.Conv2d(64, 64, 3), b=nn.Conv1d(8, 8, 3)),
         r"90% .* 1 such as 'a\.weight', because Conv2d .* 1 such as 'b\.weight', because Conv1d",
     ),
-    "recurrent": (lambda: with_layer(nn.LSTM(64, 64)), r"89% .* 2 such as 'a\.weight_ih_l0'"),
-    "bilinear": (lambda: with_layer(nn.Bilinear(8, 8, 8)), r"11% .* 'a\.weight', because Bilinear"),
     "attention": (lambda: with_layer(nn.MultiheadAttention(64, 2)), r"80% of their elements .* 'a\.in_proj"),
-    "a list of parameters": (
-        lambda: with_layer(nn.ParameterList([torch.zeros(64, 64)])),
-        r"50% .* 'a\.0', because ParameterList",
-    ),
     "a stack": (lambda: with_layer(w1=torch.ones(4, 64, 64)), r"80% .* 'w1', because ModuleDict"),
-    "positions": (lambda: with_layer(position=torch.ones(1, 99, 64)), ""),
-    "embeddings": (lambda: with_layer(nn.Embedding(999, 64), b=nn.EmbeddingBag(99, 64)), ""),
-    "norms": (lambda: with_layer(nn.LayerNorm((64, 64)), b=nn.BatchNorm2d(64)), ""),
     "kept by the recipe": (lambda: with_layer(head=nn.Linear(64, 999)), ""),
     "plain lists": (in_lists_and_seen, IN_LISTS),
 }
@@ -197,11 +169,6 @@ def test_weights_that_no_recipe_reaches_are_named_where_they_are_many(kind):
     assert all(record.note.startswith("not converted: ") for record in left)
     assert f"left {len(left)} as they are" in str(audit(model)).splitlines()[-1]
     assert bool(left) == (bool(words) or kind == "little")
-
-
-def test_layers_in_plain_lists_alone_are_refused():
-    with pytest.raises(UserError, match=r"no torch\.nn\.Linear in InLists that .* \(4 such as"):
-        convert(InLists(), "mxfp4")
 
 
 def test_what_a_recipe_would_do_is_listed_before_anything_changes():

@@ -4,7 +4,6 @@ from copy import deepcopy
 
 import pytest
 import torch
-from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import narrowgauge as ng
@@ -15,11 +14,6 @@ RECIPE = "fp8-delayed"
 
 def histories(m):
     return ng.state_dict(m)["recipe"]
-
-
-def ended(m):
-    """The steps whose magnitudes are in a history; the last one has not ended."""
-    return m[0].histories["fprop.x"].entries.count_nonzero().item()
 
 
 def backward(m, number, call=None):
@@ -62,6 +56,11 @@ def test_each_recomputed_pass_of_a_loop_without_an_optimizer_is_one_step(name, r
             p.grad = other.grad = None
 
 
+def ended(m):
+    """The steps whose magnitudes are in a history; the last one has not ended."""
+    return m[0].histories["fprop.x"].entries.count_nonzero().item()
+
+
 @pytest.mark.parametrize("sets_first", [False, True])
 def test_a_loop_without_an_optimizer_says_its_steps(sets_first):
     """Or drops its gradients, before each pass of another step."""
@@ -78,20 +77,6 @@ def test_a_loop_without_an_optimizer_says_its_steps(sets_first):
         if step < 3:
             ng.step(m)
     assert ended(m) == ended(alone) == 2
-
-
-def test_other_models_optimizers_do_not_count_where_steps_are_said():
-    m, other = model(RECIPE), nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
-    ng.step(m)
-    for part in range(3):
-        backward(m, part)
-        other(torch.ones(1, 4)).sum().backward()
-        optimizer.step()
-    assert ended(m) == 0
-    ng.step(m)
-    m(batch(9))
-    assert ended(m) == 1
 
 
 def through_two_passes(m, optimizer, steps, call=None):

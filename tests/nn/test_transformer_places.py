@@ -10,8 +10,7 @@ from narrowgauge.nn import Gauges, NarrowAttention, NarrowResidual, Stepped, dis
 from narrowgauge.quantization import gradient_of, make_cast
 from narrowgauge.recipes import parse_recipe, recipe, recipe_names, require_attention_shapes
 from narrowgauge.system.errors import UserError
-from narrowgauge.trainer.models import ModelConfig, Transformer, generate, initialize
-from narrowgauge.trainer.runs.use.trained_model import TrainedRun
+from narrowgauge.trainer.models import ModelConfig, Transformer, initialize
 from nn.layers import same
 
 MODEL = {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 64, "vocab_size": 67}
@@ -103,18 +102,6 @@ def test_the_stream_is_the_sum_rounded_once(name):
     assert torch.equal(x.grad, torch.ones_like(x))
 
 
-def test_a_sum_in_the_format_of_its_addends_is_left_to_the_norm_and_no_digit_changes():
-    model = make(recipe("bf16").with_places({"stream": "bf16"}))
-    points = [m for m in model.modules() if isinstance(m, NarrowResidual)]
-    plain, called = digits(model), []
-    for point in points:
-        point.register_forward_hook(lambda *_: called.append(1))
-    assert same(digits(model), plain)
-    assert len(called) == len(points) == 5
-    other = make(recipe("bf16").with_places({"stream": "fp16"})).blocks[0].mlp_residual
-    assert not other.is_plain(torch.bfloat16), "an addend in another format makes the sum wider"
-
-
 def test_gauges_read_the_places():
     model = make(recipe("fp8").with_places(NARROW))
     gauges = Gauges({n: m for n, m in model.named_modules() if isinstance(m, Stepped)}, {})
@@ -129,16 +116,6 @@ def test_gauges_read_the_places():
     assert lines["blocks.0.mlp_residual", "stream"]["sqnr_db"] > 25
     assert lines["embedding_residual", "stream"]["cast"] == "mxfp8"
     discard_step(model)
-
-
-def test_text_with_a_cache_is_that_without_one_where_tokens_do_not_touch():
-    cases = ({"stream": "bf16"}, True), ({"stream": "e4m3"}, False), ({"attention.v": "fp8-row"}, False)
-    for places, is_tokenwise in cases:
-        model = make(recipe("bf16").with_places(places)).eval()
-        assert TrainedRun(None, None, model, 0, None).is_tokenwise == is_tokenwise
-        if is_tokenwise:
-            with_cache, without = (generate(model, [1, 2, 3], 12, 0, cache=c) for c in (True, False))
-            assert with_cache == without
 
 
 @pytest.mark.parametrize(

@@ -36,25 +36,6 @@ def make(name, bias=True):
     return convert(torch.nn.Linear(K, N, bias=bias), name)
 
 
-@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch before 2.13 widens gradients")
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [("msamp-o2", torch.bfloat16), ("msamp-o3", torch.bfloat16), ("bf16-sr", torch.float32)],
-)
-def test_fp8_gradients_come_from_the_product_as_it_wrote_them(name, dtype):
-    """Not widened to fp32 and back; unless other code reads the weight, whose gradients are then summed."""
-    layers, seen = [make(name) for _ in range(2)], []
-    layers[1].weight.square().sum()
-    for layer in layers:
-        layer.weight.register_hook(lambda g: seen.append(g.dtype))
-        layer(batch()[0]).square().mean().backward()
-    assert seen == [dtype, torch.float32]
-    a, b = (state_of(layer.weight).gradient.tensors for layer in layers)
-    assert all(torch.equal(a[key], b[key]) for key in a)
-    w = layers[0].weight
-    assert torch.autograd.grad(layers[0](batch()[0]).square().mean(), w)[0].dtype == w.dtype
-
-
 @pytest.mark.parametrize("name", BYTES)
 def test_bytes_a_parameter(name):
     """Facts of MS-AMP's table; scales cost less than one percent."""
@@ -147,14 +128,6 @@ def test_random_bits_differ_from_batch_to_batch_and_repeat(name):
 
     assert torch.equal(gradient(0, 5), gradient(0, 5))
     assert not torch.equal(gradient(0, 5), gradient(0, 5 + x.numel()))  # the same tensor, elsewhere
-
-
-def test_a_master_is_loaded_too():
-    layer = make("msamp-o3")
-    numbers = {k: torch.randn_like(v) for k, v in layer.state_dict().items()}
-    layer.load_state_dict(numbers)
-    master = state_of(layer.weight).master.read()
-    torch.testing.assert_close(master, numbers["weight"], rtol=2.0**-10, atol=0)
 
 
 def test_a_conv1d_of_hugging_face():

@@ -55,15 +55,6 @@ def test_as_by_hand():
     assert (np.abs(m - expected_m)[same] / scale).mean() < 1e-5
 
 
-def test_a_step_that_moves_nothing_feeds_nothing_back():
-    model, optimizer = converted(FED, torch.randn(64, 96))
-    optimizer.param_groups[0]["lr"] = 0.0
-    p = next(model.parameters())
-    state_of(p).gradient.replace(torch.ones(64, 96))
-    optimizer.step()
-    assert optimizer.moments(p)["m"].read().isfinite().all()
-
-
 MISTAKES = {
     'weight = {cast = "e4m3", feedback = "moment"}': "unknown feedback 'moment'",
     'weight = {cast = "fp32", feedback = "momentum"}': "it is for narrow weights without a master",

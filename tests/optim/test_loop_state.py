@@ -2,7 +2,6 @@
 
 import copy
 import io
-import pickle
 import warnings
 
 import pytest
@@ -15,7 +14,6 @@ import narrowgauge as ng
 from narrowgauge.kernels.attention import Attention
 from narrowgauge.kernels.residual import Residual
 from narrowgauge.nn import recipe_tensors
-from narrowgauge.quantization import state_of
 from narrowgauge.recipes import recipe, recipe_names
 from narrowgauge.system.errors import UserError
 from nn.own_loop import is_on_page
@@ -188,31 +186,6 @@ def test_modules_without_a_weight_in_the_optimizer(model, name, places, tmp_path
     assert_goes_on(made, lambda m, o: copy.deepcopy([m.state_dict(), o.state_dict()]), load)
 
 
-def test_a_copy_of_a_model_carries_its_own_state():
-    torch.manual_seed(0)
-    m = ng.convert(Attentive(), ng.recipe("bf16").with_places(ATTENTION), keep=[])
-    twin = pickle.loads(pickle.dumps(copy.deepcopy(m)))
-    optimizer, other = (ng.AdamW(each.parameters(), "bf16") for each in (m, twin))
-    key = "recipe.0.attention.position"
-    before = other.state_dict()["state"][0][key]
-    train(m, optimizer, [1])
-    own = other.state_dict()["state"][0][key]
-    assert torch.equal(own, before)
-    assert not torch.equal(optimizer.state_dict()["state"][0][key], own)
-
-
-def test_a_layer_that_was_converted_twice_counts_once():
-    m, optimizer = make("nvfp4")
-    earlier = list(m)
-    ng.convert(m, "nvfp4", keep=[])
-    train(m, optimizer, [1])
-    assert list(m) == earlier
-    other, its_optimizer = make("nvfp4")
-    other.load_state_dict(m.state_dict())
-    its_optimizer.load_state_dict(optimizer.state_dict())
-    assert train(other, its_optimizer, [2]) == train(m, optimizer, [2])
-
-
 def our_state(saved, into):
     ng.load_state_dict(*into, ng.state_dict(*saved))
 
@@ -226,7 +199,6 @@ REFUSED = [
     ("msamp-o2", "fp8", our_state, r"another model or recipe: .* use the model and recipe that"),
     ("fp8-delayed", "fp8", optimizers_state, r"of another model or recipe: 'recipe\..* here"),
     ("fp8", "nvfp4", our_state, r"'0' is torch\.int64 \(\d+,\) there and torch\.int64 \(\d+,\) here"),
-    ("nvfp4", "fp8", our_state, r"'0' is torch\.int64 \(\d+,\) there and torch\.int64 \(\d+,\) here"),
     *[(n, n, optimizers_state, "load the model's state dict first") for n in ("msamp-o2", "bf16-sr", "eco")],
     (
         "fp8",
@@ -248,44 +220,6 @@ def test_another_state_is_refused_before_anything_changes(of, name, load, says):
     assert "first" not in says or is_on_page(raised.value)
     assert all(torch.equal(t, before[key]) for key, t in m.state_dict().items())
     ng.load_state_dict(m, None, ng.state_dict(m))
-
-
-def test_it_waits_for_the_copies_to_the_host_that_it_holds(monkeypatch):
-    """As a step leaves them under way on a GPU."""
-    m, optimizer = make("msamp-o3")
-    master, moment = state_of(m[0].weight).master, optimizer.state[m[0].weight]["m"]
-    waits = []
-    monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
-    for state in (master, moment):
-        state.on_host, state.device = True, torch.device("cuda", int(state is moment))
-    for take, devices in (
-        (lambda: ng.state_dict(m, optimizer), [0, 1]),
-        (lambda: recipe_tensors(m), [0]),
-        (optimizer.state_dict, [1, 0]),
-        (lambda: optimizer.tensors({p: n for n, p in m.named_parameters()}), [1]),
-    ):
-        waits.clear()
-        take()
-        assert [device.index for device in waits] == devices
-
-
-@pytest.mark.parametrize("name", ["fp8-delayed", "msamp-o3", "nvfp4", "coat"])
-def test_the_default_dtype_of_the_process_changes_nothing(name):
-    """In bf16 a count of steps would end at 256, and scales would lose 16 bits."""
-    found = []
-    for dtype in (torch.float32, torch.bfloat16):
-        m, optimizer = make(name)
-        torch.set_default_dtype(dtype)
-        try:
-            ng.convert(m, name)  # its state is made here
-            optimizer = ng.AdamW(m.parameters(), name, lr=1e-2, seed=3)
-            train(m, optimizer, range(1, 3), True)
-            tensors = {**recipe_tensors(m), **optimizer.tensors({p: n for n, p in m.named_parameters()})}
-            found.append({key: tensor.clone() for key, tensor in tensors.items()})
-        finally:
-            torch.set_default_dtype(torch.float32)
-    one, other = found
-    assert all(t.dtype == other[key].dtype and torch.equal(t, other[key]) for key, t in one.items())
 
 
 @pytest.mark.parametrize("when", ["from_step = 3", "from_share = 0.3"])

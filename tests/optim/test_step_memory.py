@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import narrowgauge as ng
-from narrowgauge.formats import encode_finite_, format
 from narrowgauge.trainer.simulate.recorder import Recorder
 
 SIZE = 64  # of square matrices, large enough for narrow moments
@@ -31,9 +30,3 @@ def test_a_step_over_many_weights_needs_the_memory_of_one(name, monkeypatch):
         return peak(optimizer.step)
 
     assert peak_of_a_step(4) <= peak_of_a_step(1) + SIZE * SIZE
-
-
-@pytest.mark.parametrize("name", ["e4m3", "e2m1", "int8"])
-def test_codes_are_made_in_the_memory_of_the_values_and_one_more(name):
-    values = torch.zeros(SIZE, SIZE)
-    assert peak(lambda: encode_finite_(values, format(name))) == values.nbytes

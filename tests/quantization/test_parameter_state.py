@@ -101,17 +101,6 @@ def test_a_record_is_all_that_a_weight_carries_and_goes_with_a_copy_and_a_file(n
     assert torch.equal(master_or_weight(one.weight), before)
 
 
-def test_another_recipe_replaces_what_is_kept_and_nothing_else():
-    one = layer(index=4)
-    numbers = master_or_weight(one.weight)
-    two = convert(one, "fp8")
-    assert state_of(two.weight).by_place() == {}
-    assert state_of(two.weight).index == 4
-    assert two.state_at_rest is None
-    assert torch.equal(two.weight, numbers)
-    assert_one(convert(two, "msamp-o2"), 4)
-
-
 @pytest.mark.parametrize("to", [torch.float16, torch.bfloat16, torch.float64, "meta"])
 def test_another_dtype_or_device_keeps_the_parameter_and_its_record(to):
     narrow, plain = layer(index=7), layer("fp8", index=7)
@@ -163,14 +152,3 @@ def test_weight_and_master_are_written_and_loaded_together(of):
         assert type(saved["weight"]) is torch.Tensor
         assert vars(saved["weight"]) == {}
         assert torch.equal(saved["weight"], one.weight.detach())
-
-
-@pytest.mark.parametrize("name", ["bf16", "fp8-delayed", "msamp-o3"])
-def test_a_layer_that_holds_some_rows_loads_its_own_state_dict(name):
-    one = layer(name)
-    rows = ShardAxis(3 * N, ((2 * N, N),), (object(),))  # the last of three ranks
-    ensure_state(one.weight).shard = TensorShard((rows, full_axis(K)))
-    saved = {key: t.detach().clone() + 1 for key, t in one.state_dict().items()}
-    one.load_state_dict(saved)
-    found = one.state_dict()
-    assert all(torch.allclose(found[key], t, rtol=2**-3) for key, t in saved.items())

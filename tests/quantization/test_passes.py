@@ -2,10 +2,8 @@
 
 import contextlib
 import os
-import shlex
 import stat
 import subprocess
-import sys
 
 import pytest
 import torch
@@ -114,28 +112,6 @@ def test_threads_share_a_pass_and_change_nothing(name, monkeypatch):
     finally:
         torch.set_num_threads(before)
     assert_same(together, alone)
-
-
-SHARED = """
-import os, torch
-from narrowgauge.quantization import emulate, make_cast
-from narrowgauge.quantization.passes.in_c import c_library
-c_library()
-torch.set_num_threads(3)
-x = torch.randn(1024, 1024) + 1  # torch starts its threads
-before = len(os.listdir("/proc/self/task"))
-emulate(x, make_cast("mxfp8"), -1, torch.bfloat16)
-print(len(os.listdir("/proc/self/task")) - before)
-"""
-
-
-@pytest.mark.tier("thorough")
-@needs_c
-@pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
-def test_a_pass_starts_no_threads_beside_torchs():
-    """They would wait for the cores on which torch's spin."""
-    ran = subprocess.run([sys.executable, "-c", SHARED], capture_output=True, text=True, timeout=60)
-    assert (ran.stdout.split(), ran.returncode) == (["0"], 0), ran.stderr
 
 
 @pytest.fixture
@@ -250,20 +226,3 @@ def test_a_part_of_a_tensor_without_numbers_is_not_read(name):
     for x in (part, part[1], part[0, 5:]):
         values, _ = emulate(x, make_cast(name), -1, torch.bfloat16)
         assert (values.is_meta, values.shape) == (True, x.shape)
-
-
-@needs_c
-@pytest.mark.tier("thorough")
-@pytest.mark.parametrize(
-    ("seconds", "terminal", "lines"), [(0.05, True, 1), (600.0, True, 0), (0.05, False, 0)]
-)
-def test_a_long_compilation_is_announced(compiles, tmp_path, monkeypatch, capsys, seconds, terminal, lines):
-    slow = tmp_path / "slow-cc"
-    slow.write_text(f'#!/bin/sh\nsleep 1\nexec {shlex.join(build.compiler())} "$@"\n')
-    slow.chmod(0o700)
-    monkeypatch.setenv("CC", str(slow))
-    monkeypatch.setattr(build, "_QUIET_SECONDS", seconds)
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
-    assert build.built(tmp_path) is not None
-    said = capsys.readouterr().err.splitlines()
-    assert said == [f"narrowgauge: {slow} compiles the CPU kernels, once on this machine ..."] * lines

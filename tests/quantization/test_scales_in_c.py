@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from narrowgauge.formats import codes_of, decode, format
-from narrowgauge.quantization import DEFAULT_CONTEXT, make_cast
+from narrowgauge.quantization import DEFAULT_CONTEXT
 from narrowgauge.quantization.blocks import Blocks
 from narrowgauge.quantization.passes import build, in_c, in_torch
 from narrowgauge.quantization.passes.in_c import decoded, encoded
@@ -56,14 +56,6 @@ def test_scales_have_the_bits_of_torch(name):
         assert_same(*(scales_by(engine, amax, c, over) for engine in (in_c, in_torch)))
 
 
-def test_threads_share_scales_and_change_nothing(monkeypatch):
-    cast, amax, over = make_cast("nvfp4"), amaxes(), torch.tensor(3.0)
-    alone = scales_by(in_c, amax, cast, over)
-    monkeypatch.setattr(in_c, "A_THREAD", 100)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    assert_same(scales_by(in_c, amax, cast, over), alone)
-
-
 def test_the_largest_finite_amax():
     def largest(x):
         amax, top = in_c.largest(x, Blocks.of(x.shape, (1,)))
@@ -84,11 +76,3 @@ def test_codes_are_those_of_formats(name):
     assert torch.equal(encoded(values, element), codes_of(values, element))
     assert encoded(values.float(), element).dtype == torch.uint8  # by `formats.codes_of`
     assert torch.equal(encoded(values.T, element), codes_of(values.T, element))
-
-
-def test_a_tensor_without_storage_has_codes_without_a_call(monkeypatch):
-    monkeypatch.setattr(in_c, "call", None)
-    x = torch.empty(4, 8, dtype=torch.bfloat16, device="meta")
-    codes = encoded(x, format("e4m3"))
-    assert (codes.shape, codes.dtype, codes.device.type) == (x.shape, torch.uint8, "meta")
-    assert decoded(codes, format("e4m3"), torch.bfloat16).dtype == torch.bfloat16

@@ -17,6 +17,7 @@ from narrowgauge.quantization.state.quantized_state import code_values, to_codes
 ROWS, COLUMNS = 48, 384
 ALL = [*cast_names(), *state_cast_names()]
 POW2 = {"cast": "e4m3", "power_of_two": True}
+E5M3 = {"element": "e2m1", "block": 16, "scale": "e5m3", "tensor_scale": "tensor"}
 
 
 def at_rest(cast, x):
@@ -54,15 +55,7 @@ def test_it_begins_with_zeros_is_allocated_once_and_read_as_it_was_written(name)
         assert not state.read()[5, 40].isfinite()
 
 
-FREE = [
-    {"element": "e2m1", "block": 16, "scale": "e5m3"},
-    {"element": "e2m1", "block": 16, "scale": "e5m3", "tensor_scale": "tensor"},
-    {"element": "e2m1", "block": 32, "scale": "bf16"},
-    {"element": "int4", "block": 16, "scale": "fp32"},
-]
-
-
-@pytest.mark.parametrize("cast", [*(n for n in cast_names() if make_cast(n).is_scaled), *FREE], ids=str)
+@pytest.mark.parametrize("cast", [*(n for n in cast_names() if make_cast(n).is_scaled), E5M3], ids=str)
 def test_codes_are_those_of_quantize(cast):
     x, c = numbers(), make_cast(cast)
     q, state = ng.quantize(x, c), at_rest(cast, x)
@@ -70,19 +63,6 @@ def test_codes_are_those_of_quantize(cast):
     scale_bytes = {"fp32": 4, "bf16": 2}.get(c.scale, 1)
     level = 4 if c.tensor_scale == "tensor" else 0
     assert state.nbytes == x.numel() * c.element.bits // 8 + scale_bytes * q.scales.numel() + level
-
-
-@pytest.mark.parametrize("name", ["fp32", "bf16", "fp16"])
-def test_a_plain_cast_converts(name):
-    state = at_rest(name, numbers())
-    assert torch.equal(state.read(), ng.round_to(numbers(), name))
-    assert state.nbytes == ROWS * COLUMNS * ng.format(name).bits // 8
-
-
-@pytest.mark.parametrize("cast", ["fp16-scaled", POW2, "mxfp8", "mxfp4", "bf16"])
-def test_what_was_read_is_written_back_unchanged(cast):
-    once = stored(numbers(), cast)
-    assert torch.equal(stored(once, cast), once)
 
 
 @pytest.mark.parametrize(
@@ -115,13 +95,6 @@ def test_stochastic_rounding_is_right_on_average_and_repeats(name):
     assert torch.equal(state.read(), once)
 
 
-def test_scaled_fp16_rounds_to_eleven_bits():
-    x = numbers()
-    error = (stored(x, "fp16-scaled") - x).abs()
-    assert (error <= x.abs() * 2.0**-11 + x.abs().max() * 2.0**-39).all()
-    assert error.max() > 0
-
-
 def test_ms_amps_cases_of_scaled_tensors():
     """Its tests/common: round trips, from any kind to any other, 2^-17 on to FP8; what is not finite."""
     x = torch.rand(4, 4, generator=torch.Generator().manual_seed(1000))
@@ -146,14 +119,6 @@ def coat_by_hand(block):
     scaled = torch.from_numpy(stretched * (448 / np.abs(stretched).max())).float()
     rounded = ng.round_to(scaled, "e4m3").double().numpy() * np.abs(stretched).max() / 448
     return np.sign(rounded) * np.abs(rounded) ** (1 / k) * c
-
-
-def test_bytes_of_what_only_state_has():
-    """dynamic8 has two blocks of 256 in a row of 384."""
-    scales = {"fp16-scaled": 4, "coat": ROWS * COLUMNS * 12 // 128, "dynamic8": ROWS * 8}
-    for name, more in scales.items():
-        elements = ROWS * COLUMNS * make_cast(name).element.bits // 8
-        assert at_rest(name, numbers()).nbytes == elements + more
 
 
 def test_expansion_of_the_range_is_the_papers():
@@ -189,11 +154,7 @@ def test_every_number_takes_the_nearest_code_of_the_map(name):
     assert (to_codes(torch.from_numpy(x), name).numpy() == lower).all()
 
 
-def test_the_map_is_torchaos_and_keeps_small_numbers():
-    """Of a second moment, where one scale for the tensor loses whole rows."""
-    v = numbers().square() * torch.logspace(-6, 0, ROWS).unsqueeze(1)
-    assert (stored(v, "dynamic8-unsigned") > 0).float().mean() > 0.999
-    assert (stored(v, "e4m3") > 0).float().mean() < 0.7
+def test_the_map_is_torchaos():
     quant_utils = pytest.importorskip("torchao.optim.quant_utils", reason="torchao is not installed")
     for name in ("dynamic", "dynamic-unsigned"):
         theirs = torch.tensor(quant_utils.create_dynamic_map(signed=name == "dynamic"))

@@ -68,7 +68,6 @@ BLOCKS_OF_E5M2 = (
 #: (a recipe or its text, device, requested backend): the backend and its reason, up to what follows.
 REASONS = [
     ("bf16", H200, "auto", "native", "torch multiplies bf16 itself"),
-    ("fp32", CPU, "emulated", "native", "torch multiplies fp32 itself"),
     ("fp8", CPU, "auto", "emulated", "a CPU has no narrow matrix units; the same numbers in bf16 GEMMs"),
     ("fp8", H200, "emulated", "emulated", "asked for; the same numbers in bf16 GEMMs"),
     ("fp8", H200, "auto", "native", "compute capability 9.0 multiplies FP8 with a scale per tensor"),
@@ -179,15 +178,6 @@ def test_a_device_elsewhere_has_a_cuda_that_torch_is_built_for():
         (build,) = (build for build in BUILDS if build.cuda == device.library)
         assert build.capability[0] <= device.capability <= build.capability[1]
     assert set(Counter(s.words for s in SCHEMES).values()) == {1}, "no two schemes have one name"
-
-
-def test_each_product_of_a_recipe_has_its_own_verdict():
-    """FP4 forward is emulated on every device, its FP8 gradients would be native: all of it is emulated."""
-    products = products_on(recipe("fp4"), named_device("rtx4090"))
-    verdicts = {(p.gemm, p.operands[0].name): bool(p.obstacle) for p in products}
-    assert verdicts[("fprop", "fp4-row")]
-    assert not any(verdicts[key] for key in (("dgrad", "e5m2"), ("wgrad", "e5m2"), ("fprop", "bf16")))
-    assert choose_backend(recipe("fp4"), named_device("rtx4090")).name == "emulated"
 
 
 @pytest.mark.parametrize(
