@@ -62,16 +62,16 @@ tables: $(VENV)/.dev
 	$(BIN)/python tests/golden/make.py resolved page
 	$(BIN)/python conformance/make.py
 
-# docs/evidence.md and its picture, made again from docs/evidence/runs.csv: the same digits, in a second.
+# Ladder 1 in docs/evidence.md and its picture, made again from docs/evidence/runs.csv: the same digits, in a second.
 evidence: $(VENV)/.run
 	$(BIN)/python experiments/evidence.py $(ARGS)
 
-# docs/ladder2.md and docs/registered-forecasts.md, made again from the rows in docs/evidence/ladder2.
+# Ladder 2 and the registered forecasts in docs/evidence.md, made again from the rows in docs/evidence.
 ladder2: $(VENV)/.run
 	$(BIN)/python experiments/ladder2_page.py
 	$(BIN)/python experiments/forecasts.py --scores
 
-# The tables of docs/forecast.md and docs/registered-forecasts.md, made again from the atlas: a quarter of an hour.
+# The tables of docs/forecast.md and docs/evidence.md, made again from the atlas: a quarter of an hour.
 forecasts: $(VENV)/.run
 	$(BIN)/python experiments/forecasts.py $(ARGS)
 

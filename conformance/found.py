@@ -1,8 +1,7 @@
 """Runs the reproductions of faults in other libraries: `python conformance/found.py [LIBRARY ...]`.
 
 `found/LIBRARY-WHAT.py` is one: its docstring names the fault, the sentence that requires something else and
-the line of code; its last lines, after `# prints:`, are what it prints. `--page` writes the table of
-docs/found-in-others.md.
+the line of code; its last lines, after `# prints:`, are what it prints. `page.py` lists them.
 """
 
 import argparse
@@ -15,8 +14,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 HERE = Path(__file__).parent
-PAGE = HERE.parent / "docs" / "found-in-others.md"
-BEGIN, END = "<!-- faults -->", "<!-- end faults -->"
 SAYS = "# prints:\n"
 
 
@@ -53,26 +50,21 @@ def run(one: Reproduction, environments: Path | None = None) -> str:
     return "".join(f"{s}\n" for s in done.stdout.splitlines() if not s.startswith(("{'train", "\x1b")) and s)
 
 
-def page() -> str:
-    """The text of the page, with a row for each reproduction."""
-    before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
+def table() -> str:
+    """A row of Markdown for each reproduction."""
     rows = ["| fault | reproduction |", "|---|---|"]
     for path in sorted((HERE / "found").glob("*.py")):
         said = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
         rows.append(f"| {said.splitlines()[0].rstrip('.')} | `{path.name}` |")
-    return before + "\n".join([BEGIN, "", *rows, "", END]) + rest.partition(END)[2]
+    return "\n".join(rows)
 
 
 def main() -> int:
     """Run them; 1 if one prints something else."""
-    parser = argparse.ArgumentParser(description="run the reproductions of docs/found-in-others.md")
+    parser = argparse.ArgumentParser(description="run the reproductions of docs/conformance.md")
     parser.add_argument("libraries", nargs="*", metavar="LIBRARY")
     parser.add_argument("--environments", type=Path, metavar="FOLDER")
-    parser.add_argument("--page", action="store_true", help="write the page's table instead")
     options = parser.parse_args()
-    if options.page:
-        PAGE.write_text(page(), encoding="utf-8")
-        return 0
     wrong = 0
     for one in reproductions():
         if options.libraries and one.library not in options.libraries:

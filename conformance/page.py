@@ -1,12 +1,11 @@
-"""docs/conformance.md from matrix.csv and causes.csv: `python conformance/page.py`.
-
-The page leaves out the causes of faults: docs/found-in-others.md shows each with its reproduction.
-"""
+"""docs/conformance.md from matrix.csv, causes.csv and the reproductions: `python conformance/page.py`."""
 
 import csv
 from fnmatch import fnmatchcase
 from itertools import groupby
 from pathlib import Path
+
+import found
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "conformance.md"
@@ -24,27 +23,52 @@ TABLES = {  # heading -> the formats of its rows
     "MX": "mx*",
     "NVFP4": "nvfp4*",
 }
-HEAD = """# Libraries, case by case
+HEAD = """# Other libraries, case by case
 
-Each library quantizes the same small tensors, each made for one property of a format, and an exact oracle
-in rational arithmetic judges the result. [Found in others](found-in-others.md) describes the faults. The
-tables are made from `conformance/matrix.csv`; a library that is not installed keeps its stored rows:
+`python conformance/matrix.py` gives the same small tensors to each library, each made for one property of a
+format. An exact oracle in rational arithmetic judges the codes and scales that come back. This page is made
+by `python conformance/page.py`; a library that is not installed keeps its stored rows.
 
-```sh
-python conformance/matrix.py --environments ../environments --install
-python conformance/page.py
-```
+## Faults
 
-A row starts with the mark of most of its cases and lists the cases with another mark. narrowgauge has
-no rows: every mark is `=`.
+None of these is filed yet. Each reproduction in `conformance/found/` is ten lines, with the output, the
+output that is due, the sentence that requires it, and the line of code. `python conformance/found.py` runs
+them.
+
+<!-- faults -->
+
+"""
+RULES = """
+<!-- end faults -->
+
+They contradict what the library itself promises, or one of these:
+
+- **MX 6.3** (OCP Microscaling Formats 1.0): the scale X is "the largest power-of-two less than or equal to
+  max(|Vi|), divided by the largest power-of-two representable in the element data type". Values beyond the
+  largest normal number are clamped to it, and ties go to even.
+- **MX 5.1, 5.4.1**: E8M0 has the exponents -127 to 127, no infinity and no zero. Its one NaN, the code 255,
+  makes all values of its block NaN.
+- **OFP8** (OCP 8-bit Floating Point 1.0): conversion saturates to the largest number, or overflows to NaN
+  or infinity.
+- **754** (IEEE 754-2019, 4.3.1): the nearest number; of two equally near ones, the one with an even last
+  digit.
+
+Only the quotation is verbatim. Blocks with a NaN or an infinity, and NVFP4 tensors with an amax below
+7.9e-36, are no faults: no specification covers them.
+
+## All cases
+
+A row starts with the mark of most of its cases and lists the cases with another mark. narrowgauge has no
+rows, because every mark is `=`.
+
+<!-- tables -->
 
 | mark | meaning |
 |---|---|
 | `=` | codes and scales equal, bit for bit; for a stored tensor: its values |
 | `v` | values equal up to the last bits of float32; a code or scale differs, or the library returns none |
 """
-CAUSES = """Why a library differs without a fault, first match first. The causes of `F` are in
-[found in others](found-in-others.md), with reproductions; `conformance/causes.csv` has all."""
+CAUSES = """Why a library differs without a fault, first match first. `conformance/causes.csv` has all."""
 PEERS = """## Their tests, with narrowgauge's casts
 
 `python conformance/peers.py` runs the tests of ml_dtypes (a case is a number) and TransformerEngine (`te`; a
@@ -73,7 +97,8 @@ def cause_of(row: Row, causes: list[Row]) -> Row | None:
 def page() -> str:
     """The text of the page."""
     rows, causes = read("matrix.csv"), read("causes.csv")
-    parts = [HEAD + "".join(f"| `{MARKS[k]}` | {text} |\n" for k, text in KINDS.items()), "<!-- tables -->"]
+    marks = "".join(f"| `{MARKS[kind]}` | {text} |\n" for kind, text in KINDS.items())
+    parts = [HEAD + found.table() + "\n" + RULES + marks]
     versions = dict(sorted({r["library"]: (r["version"], r["date"]) for r in rows}.items()))
     newest = max(date for _, date in versions.values())
     head = f"## Libraries\n\nTested on {newest}, if no other day is given.\n\n| library | version | "
@@ -108,12 +133,12 @@ def _mark(row: Row, causes: list[Row]) -> str:
 
 def _table(heading: str, rows: list[Row], causes: list[Row]) -> str:
     """One row for the formats of a library that give the same marks in the same cases."""
-    found: dict[tuple[str, str], dict[str, list[str]]] = {}
+    marks_of: dict[tuple[str, str], dict[str, list[str]]] = {}
     for r in rows:
-        marks = found.setdefault((r["library"], r["format"]), {mark: [] for mark in "=vFrtox"})
+        marks = marks_of.setdefault((r["library"], r["format"]), {mark: [] for mark in "=vFrtox"})
         marks[_mark(r, causes)].append(r["case"])
     alike: dict[tuple[str, str], list[str]] = {}
-    for (library, name), marks in found.items():
+    for (library, name), marks in marks_of.items():
         alike.setdefault((library, _summary(marks)), []).append(name)
     out = [f"## {heading}\n", "| library | formats | marks |", "|---|---|---|"]
     for (library, marks), names in alike.items():

@@ -1,6 +1,6 @@
-"""Makes the results of docs/evidence.md and its picture from docs/evidence/runs.csv: `make evidence`.
+"""Makes the tables of ladder 1 in docs/evidence.md, and their picture: `make evidence`.
 
-The same rows give the same bytes. Text outside the two marks of the page is not changed.
+The same rows of docs/evidence/runs.csv give the same bytes. Text outside the two marks does not change.
 """
 
 import json

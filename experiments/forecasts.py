@@ -1,9 +1,9 @@
-"""Remakes the tables of docs/forecast.md and docs/registered-forecasts.md, from data alone.
+"""Remakes the tables of docs/forecast.md and docs/evidence.md, from data alone.
 
     python experiments/forecasts.py              writes both pages again: the same bytes from the same data
     python experiments/forecasts.py --register   adds forecasts that are new or have changed to the registry;
                                                  no row of it changes
-    python experiments/forecasts.py --scores     writes docs/registered-forecasts.md alone, in seconds
+    python experiments/forecasts.py --scores     writes docs/evidence.md alone, in seconds
     python experiments/forecasts.py --noise      measures the noise of all casts again, which takes torch
 
 A table stands between the lines `<!-- NAME -->` and `<!-- end NAME -->` of a page.
@@ -17,6 +17,7 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
+from itertools import groupby
 from pathlib import Path
 
 from narrowgauge.forecast import (
@@ -37,13 +38,14 @@ from narrowgauge.forecast.setting import BACKWARD, FORWARD, UNIT_PARAMS, UNIT_TO
 from narrowgauge.recipes import GEMM_PLACES, recipe_names
 from narrowgauge.system.files import write_whole
 from narrowgauge.system.t_interval import Interval
+from narrowgauge.system.units import human_count
 from publish.probed import LEAST, spearman
 from registry import Key, Sealed, register, sealed
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 PROBE = DOCS / "evidence" / "probe.json"
-REGISTERED = "registered-forecasts.md"
+REGISTERED = "evidence.md"
 SMALL = 5.1e7  # parameters: the runs from which the gaps at 1.9 billion are forecast
 SMALL_GAP = 0.5  # percent: below lie the forecasts of 8 bits, and of forward passes that end wide
 #: The gaps of Quartet II's nanochat runs, bits per byte of its notebook at 8776a90: .6925 in bf16.
@@ -387,6 +389,22 @@ def _size(key: Key) -> str:
     return ", ".join(f"{x / 1e6:,.4g} M" for x in key[1:])
 
 
+def sources() -> str:
+    """A row for each source of the atlas: its points, and the range of their parameters and tokens."""
+    lines = [("source", "points", "parameters", "tokens")]
+    points = sorted(read_atlas().points, key=lambda point: point.source)
+    for source, group in groupby(points, key=lambda point: point.source):
+        of_source = list(group)
+        ranges = (_range([p.params for p in of_source]), _range([p.tokens for p in of_source]))
+        lines.append((source, str(len(of_source)), *ranges))
+    return table(lines)
+
+
+def _range(numbers: Sequence[float]) -> str:
+    ends = dict.fromkeys(human_count(number) for number in (min(numbers), max(numbers)))
+    return " to ".join(ends)
+
+
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "forecast.md": {
         "coefficients": coefficients,
@@ -397,6 +415,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "large": large,
         "laws": laws,
         "kappas": kappas,
+        "sources": sources,
     },
     REGISTERED: {"scores": scores, "registered": registered},
 }
@@ -439,7 +458,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--register", action="store_true", help="add forecasts to the registry")
-    parser.add_argument("--scores", action="store_true", help="write the page of registered forecasts alone")
+    parser.add_argument("--scores", action="store_true", help="write docs/evidence.md alone")
     parser.add_argument("--noise", action="store_true", help="measure the noise of all casts")
     options = parser.parse_args()
     if options.noise:

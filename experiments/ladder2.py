@@ -6,7 +6,7 @@
 Finished runs are rows of docs/evidence/ladder2/FILE/PART.csv, and are not trained again: the same line
 continues after a stop, on another machine as well. With `--seeds` all parts are done with one seed before
 the next begins; without it each part has the seeds of its file. `make ladder2` turns the rows into
-docs/ladder2.md.
+docs/evidence.md.
 """
 
 import argparse

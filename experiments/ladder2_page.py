@@ -1,4 +1,4 @@
-"""Makes the results of docs/ladder2.md from the rows in docs/evidence/ladder2: `make ladder2`.
+"""Makes the tables of ladder 2 in docs/evidence.md from the rows in docs/evidence/ladder2: `make ladder2`.
 
 The deviation that `compare` expects of runs without spikes (`report/verdict/quiet_warmup.toml`) is that of
 the design QUIET, the one from scratch with initial weights by role. The same rows give the same bytes. Text
@@ -23,7 +23,7 @@ from publish.predictions import read_predictions
 from publish.probed import probe_markdown
 
 HERE = Path(__file__).parent
-PAGE = HERE.parent / "docs" / "ladder2.md"
+PAGE = HERE.parent / "docs" / "evidence.md"
 PROBED = PAGE.parent / "evidence" / PROBE
 QUIET = "role-scratch"
 EXPECTED = HERE.parent / "src/narrowgauge/trainer/report/verdict/quiet_warmup.toml"

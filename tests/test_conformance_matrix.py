@@ -45,8 +45,8 @@ def case(name, of="normal"):
     return next(c for c in matrix.questions(name) if c.name == of)
 
 
-def test_the_pages_are_made_of_the_rows_and_the_reproductions():
-    assert (page.PAGE.read_text(), found.PAGE.read_text()) == (page.page(), found.page())
+def test_the_page_is_made_of_the_rows_and_the_reproductions():
+    assert page.PAGE.read_text() == page.page()
     assert {r["library"] for r in ROWS} == set(matrix.names())
     assert {r["format"] for r in ROWS} <= set(matrix.FORMATS)
     assert all(r["version"] and r["date"] for r in ROWS)

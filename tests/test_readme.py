@@ -32,8 +32,7 @@ from support.other_tools import write_files
 ROOT = Path(__file__).parents[1]
 DOCS, PACKAGE = ROOT / "docs", ROOT / "src" / "narrowgauge"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-TOPICS = ("recipes", "data", "models", "gauges", "runs", "plan", "launch", "which-number-hurts")
-TOPICS += ("how-to/troubleshooting",)
+TOPICS = ("recipes", "data", "models", "runs", "plan", "which-number-hurts", "how-to/troubleshooting")
 PAGES = {"README.md": README} | {
     f"docs/{name}.md": (DOCS / f"{name}.md").read_text(encoding="utf-8") for name in TOPICS
 }

@@ -1,4 +1,4 @@
-"""The table of docs/ladder2.md about the held-out tokens."""
+"""The table of docs/evidence.md about the held-out tokens."""
 
 import csv
 import math

@@ -1,4 +1,4 @@
-"""The part of docs/ladder2.md that is made from its rows, as Markdown."""
+"""The part of docs/evidence.md that is made from its rows, as Markdown."""
 
 import math
 import statistics
@@ -162,8 +162,9 @@ def _sight(results: Sequence[ArmResult], seeds: int, family: Sequence[str]) -> s
 def sight(deviation: float, seeds: int, family: int, degrees: str = "") -> str:
     """What a plan sees if gaps deviate by `deviation` percent."""
     plan = Plan(seeds, deviation, family)
+    chance = 100 * plan.chance_to_equal(MARGIN)
     return (
-        f"Gaps deviate by {deviation:.3f} %{degrees}; with that, {seeds} seeds of {family} arms see a gap of "
-        f"{smallest_gap(plan):.2f} % in 8 of 10 cases, and find an equal arm equal within {MARGIN} % in "
-        f"{100 * plan.chance_to_equal(MARGIN):.0f} of 100."
+        f"Gaps deviate by {deviation:.3f} %{degrees}. With {family} arms, {seeds} seeds detect a gap of "
+        f"{smallest_gap(plan):.2f} % in 8 of 10 cases, and have a {chance:.0f} % chance of confirming "
+        f"equality within {MARGIN} %."
     )

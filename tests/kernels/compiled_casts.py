@@ -29,7 +29,7 @@ def narrow(x, out):
 
 
 def test_triton_rounds_float32_to_e4m3_once(device):
-    """Before Triton 3.9 it did not for Ada: its code went by way of float16 (docs/found-in-others.md)."""
+    """Before Triton 3.9 it did not for Ada: its code went by way of float16 (docs/conformance.md)."""
     x = torch.randn(2**15, generator=torch.Generator().manual_seed(0)) * 50
     x = x.clamp(-448, 448)
     out = torch.zeros_like(x, dtype=torch.float8_e4m3fn)

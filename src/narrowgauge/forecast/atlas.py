@@ -3,8 +3,8 @@
     gap_percent = 100 (loss - reference_loss) / reference_loss
 
 The reference is the run of the same source that differs only in precision: the same model, tokens and
-data in bf16 (the column `matched` records how it was found). `atlas.csv` lies in this folder; `docs/atlas.md`
-names its sources. A user's own file has the same columns, and may have more.
+data in bf16 (the column `matched` records how it was found). `atlas.csv` lies in this folder;
+`docs/forecast.md` names its sources. A user's own file has the same columns, and may have more.
 
 Published schemes are recipes: one TOML file each in `schemes/`, in the form of every recipe. Where a paper
 trained something that a recipe cannot express, its scheme is the nearest recipe, and `differs` describes what

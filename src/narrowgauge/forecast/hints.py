@@ -14,7 +14,7 @@ unknown of the other recipes, u:
     deviation^2 = s^2 (1 + 1 / n) + mean u^2        n: the recipes with points
 
 s was measured on 16 schemes with known kappas, of which this room's `probe.json` holds the figures
-(docs/atlas.md; `experiments/probe_kappa.py` measures it again).
+(docs/forecast.md; `experiments/probe_kappa.py` measures it again).
 """
 
 import json

@@ -5,7 +5,7 @@ seven widths: experiments/LOG.md, 2026-11-23). The window of the other spikes is
 that early, and none of their reactions helps: the step is taken, and the run reports it once.
 
 Why it matters: in ladder 1, whose warm-ups spike, pairs deviate by 0.5 to 0.9 % (docs/evidence.md); in the
-pilot of ladder 2 (docs/ladder2.md), pairs from the same weights deviate by 0.58 % with spikes and by 0.13 %
+pilot of ladder 2 (docs/evidence.md), pairs from the same weights deviate by 0.58 % with spikes and by 0.13 %
 with weights that do not spike.
 """
 

@@ -37,7 +37,7 @@ from narrowgauge.trainer.report.verdict.rule import (
 _MOST = 200
 _POWER = 0.8
 _FEW = 3  # seeds that a comparison with one is advised to use
-_FINE = 0.1  # percent; the margin of docs/ladder2.md
+_FINE = 0.1  # percent; the margin of docs/evidence.md
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ def predict(
     probe: Annotated[
         File | None, "what probe --json printed, of the recipe and of one with points, such as nvfp4"
     ] = None,
-    atlas: Annotated[File | None, "other points than those that ship (docs/atlas.md)"] = None,
+    atlas: Annotated[File | None, "other points than those that ship (docs/forecast.md)"] = None,
     explain: Annotated[bool, "the points behind it, and what published laws say"] = False,
     out: Annotated[File | None, "write a picture (.svg), .json, .csv or .txt"] = None,
     json: Annotated[bool, "print JSON"] = False,

@@ -7,7 +7,7 @@ difference of their losses on part j of m equal parts, the sampling error of the
 
 It is a share of the deviation between seeds. More seeds average it away as well, at the price of whole
 trainings; more held-out tokens cost a forward pass each, and n times as many divide it by sqrt(n). In
-ladder 2 (docs/ladder2.md) the gaps of 8-bit arms deviate by 0.10 % on 65,536 tokens, of which 0.06 % is this
+ladder 2 (docs/evidence.md) the gaps of 8-bit arms deviate by 0.10 % on 65,536 tokens, of which 0.06 % is this
 error, and by 0.06 % on 16 times as many.
 """
 

@@ -58,7 +58,7 @@ KNOWN = (
 
 @dataclass(frozen=True, slots=True)
 class QuietWarmup:
-    """The deviation of runs from scratch whose warm-up does not spike, from the pilot of docs/ladder2.md.
+    """The deviation of runs from scratch whose warm-up does not spike, from the pilot of docs/evidence.md.
 
     Attributes:
         design: The design of the pilot.
