@@ -8,7 +8,6 @@ import torch
 from narrowgauge.recipes import choose_backend, named_device, recipe_names
 from narrowgauge.system.devices import imagine
 from narrowgauge.system.torch_compat import scaled_mm
-from narrowgauge.trainer.bench.bench import alive_at_once
 from narrowgauge.trainer.bench.ceilings import Ceilings, block_arguments
 from narrowgauge.trainer.bench.peers import peer_step
 from narrowgauge.trainer.bench.timing import Spread, speed_in_words
@@ -40,21 +39,6 @@ def test_products_are_those_that_mfu_counts_and_the_floor_adds_up_what_each_take
     assert floor["GEMMs"] == pytest.approx(sum(work.gemms.values()))
     assert floor["attention"] == pytest.approx(2 * work.attention_forward + 3 * work.attention_backward)
     assert floor["optimizer"] == pytest.approx(work.moved["optimizer"] / 1e6)
-
-
-@pytest.mark.tier("thorough")  # counts of seconds
-def test_recomputed_blocks_do_their_forward_products_again(config):
-    ways = {}, {"recompute": True, "recompute_every": 2}, {"recompute": True}, {"recompute": "selective"}
-    once, every_other, again, part = (
-        work_of(config(**{f"training.{k}": v for k, v in way.items()}), native=False) for way in ways
-    )
-    down = Gemm(32, 32, 64, "bf16")  # forward, four times; and as often qkv's input gradient
-    assert [w.gemms[down] for w in (once, every_other, again, part)] == [8, 10, 12, 12]
-    assert again.attention_forward == 2 * once.attention_forward == 2 * part.attention_forward
-    assert again.attention_backward == once.attention_backward
-    assert sum(once.gemms.values()) < sum(part.gemms.values()) < sum(again.gemms.values())
-    rest = [w.moved["norms and the rest"] for w in (once, part, again)]
-    assert rest == sorted(set(rest))
 
 
 @pytest.mark.tier("thorough")  # gpu_budget/ counts native matmuls of a real step
@@ -115,12 +99,6 @@ def test_a_peer_does_the_same_work_as_we_do(config):
     loss, _, _ = trainer.train_step(iter(batches))
     assert theirs() == pytest.approx(loss, abs=1e-6)
     assert in_bf16() == pytest.approx(loss, rel=2e-2)
-
-
-def test_on_a_gpu_each_contestant_has_the_memory_for_itself():
-    names = ["narrowgauge", "torch bf16", "torchao rowwise"]
-    assert alive_at_once(names, torch.device("cuda")) == [[name] for name in names]
-    assert alive_at_once(names, CPU) == [names]
 
 
 def test_the_word_follows_the_figure_and_its_spread():

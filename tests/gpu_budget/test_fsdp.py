@@ -17,7 +17,6 @@ from narrowgauge.recipes import named_device
 from narrowgauge.system.devices import imagine
 from narrowgauge.trainer.data import Batch
 from narrowgauge.trainer.distributed.parallel import parallelize
-from narrowgauge.trainer.models import model_config
 from narrowgauge.trainer.simulate import H200
 from narrowgauge.trainer.simulate.count import Total
 from narrowgauge.trainer.simulate.recorder import Recorder
@@ -130,19 +129,3 @@ def test_a_shard_is_read_twice_a_step_by_one_launch_each():
     assert launches[FIRST, "triton cast_given"] - launches[NEXT, "triton cast_given"] == weights
     assert launches[SCALES, "triton largest"] == weights
     assert sum(e.phase == SCALES for e in events) < weights + 30
-
-
-def test_the_count_sees_what_fsdp_moves():
-    """By hand: shards copied in, gathered weights copied out, gradients copied in, all of one block."""
-    two, three = (events_of(MODEL, "bf16", n, world=WORLD, is_plain=True) for n in (2, 3))
-    moved = Counter()
-    for events, sign in ((three, 1), (two, -1)):
-        for e in events:
-            moved[e.name] += sign * e.cost.bytes if e.phase == NEXT else 0
-    c = model_config(MODEL)
-    kv = c.dim * c.kv_heads // c.heads
-    block = (c.dim + 2 * kv) * (c.dim + 1) + c.dim * c.dim + 3 * c.dim * c.ffn_dim + 2 * c.dim
-    assert moved["_foreach_copy_"] == 2 * (4 + 2) * block / WORLD  # forward and backward, fp32 to bf16
-    assert moved["all_gather_copy_in"] == 2 * (2 + 2) * block / WORLD
-    assert moved["split_with_sizes_copy"] == 2 * (2 + 2) * block
-    assert moved["chunk_cat"] == (2 + 4) * block

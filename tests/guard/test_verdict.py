@@ -94,11 +94,6 @@ def test_the_bounds_are_those_that_are_documented():
     assert actions(g, [(2.1, 1.0), (2.13, 1.0)]) == ["take", "skip"]
 
 
-def test_a_spike_that_lasts_is_told_once_and_becomes_the_rule():
-    told = actions(guard(noise(20), spike="warn"), [(30 + 0.1 * i, 1.0) for i in range(20)] + noise(1))
-    assert told == ["warn"] + ["take"] * 20
-
-
 def test_spikes_that_are_skipped_for_ever_end_it_and_rollbacks_too():
     g = guard(noise(20), spike="skip", max_skips=3)
     for step in range(3):

@@ -119,10 +119,3 @@ def test_gelu_is_torchs_within_what_torch_cancels(device, dtype, count):
     rtol = torch.finfo(dtype).eps + 2**-20
     torch.testing.assert_close(y, expected, rtol=rtol, atol=cancelled)
     torch.testing.assert_close(dx, expected_dx, rtol=rtol, atol=16 * cancelled)
-
-
-def test_every_element_is_written(device, poisoned):
-    """70 rows of 3 leave most of a tile outside."""
-    x, dy = normal(70, 6, dtype=BF16).to(device), normal(70, 3, seed=1, dtype=BF16).to(device)
-    for written in (*with_gradient(swiglu, x, dy), *with_gradient(gelu, x, x)):
-        assert written.isfinite().all()

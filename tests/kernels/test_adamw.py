@@ -202,15 +202,6 @@ def test_state_in_the_memory_of_the_host_is_updated_in_copies(device, monkeypatc
     assert [t.data_ptr() for state in there for t in state.tensors.values()] == addresses
 
 
-def test_a_write_is_one_that_autograd_knows_of(device):
-    p = torch.ones(32, device=device)
-    before = p._version
-    m, v = (QuantizedState(p.shape, make_cast("bf16"), device) for _ in range(2))
-    adamw(p, torch.ones_like(p), m, v, None, Factors.of(OPTIONS, 1), {})
-    assert p._version > before
-    assert m.tensors["values"]._version > 0
-
-
 RECIPES = {
     "msamp-o1": {},
     "msamp-o2": {},

@@ -4,19 +4,17 @@ import dataclasses
 
 import pytest
 import torch
-from torch._dynamo.backends.common import aot_autograd
 
 from kernels.common import INF, NAN, assert_same, needs_c, normal, of_traced_code, same_bits
 from narrowgauge.formats import random_stream, torch_dtype
 from narrowgauge.kernels import cast as module
 from narrowgauge.kernels import emulate, quantize
-from narrowgauge.kernels.cast import amaxes_of, codes_under
+from narrowgauge.kernels.cast import amaxes_of
 from narrowgauge.nn import convert, set_step
 from narrowgauge.quantization import DEFAULT_CONTEXT, QuantContext, make_cast, quantize_in_context
 from narrowgauge.quantization import cast as cast_named
 from narrowgauge.quantization import emulate as emulate_in_torch
 from narrowgauge.quantization import quantize as quantize_in_torch
-from narrowgauge.quantization.scales import fp32_scale
 from narrowgauge.recipes import named_device
 from narrowgauge.system.devices import imagine
 from narrowgauge.system.errors import UserError
@@ -130,20 +128,6 @@ def test_a_long_tensor_is_read_by_a_grid_that_a_gpu_takes(shape):
     assert len(told) == 1
 
 
-@pytest.mark.parametrize("name", ["e4m3", "e5m2"])
-def test_under_a_scale_that_is_known_codes_are_those_of_the_reference(name, device):
-    """A shard's, whose largest magnitude may be another process's; NaN for all where any is not finite."""
-    cast, every = cast_named(name), inputs(device)
-    for kind in ("wide", "huge", "ties", "transposed"):
-        x = every[kind].float()
-        for amax in (x.abs().max(), 3 * x.abs().max()):
-            encode, decode = fp32_scale(amax, cast.element)
-            expected = quantize_in_context(x, cast, -1, QuantContext(scale=encode))
-            assert torch.equal(codes_under(x, cast, encode, decode), expected.codes), kind
-    codes = codes_under(x, cast, encode, torch.full_like(decode, NAN))
-    assert not codes.any(), "zeros times a scale of NaN are NaN"
-
-
 @pytest.mark.parametrize("name", ["e4m3", "fp8-row", "fp8-1x128", "mxfp8", "nvfp4"])
 def test_scales_are_fp32_whatever_the_default_dtype_is(name, device):
     x, cast = inputs(device)["bf16"], cast_named(name)
@@ -239,15 +223,3 @@ def test_casts_as_operators_of_a_graph_give_the_eager_numbers(name, monkeypatch)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     assert_same(outcomes(model, compiled), outcomes(eager, eager))
     assert module._casts  # the operator was traced
-
-
-@pytest.mark.tier("thorough")  # the test above runs this graph; here its size is bounded
-@of_traced_code
-@needs_c
-def test_no_cast_is_unrolled_in_a_graph():
-    """The forward graph; its size decides how long torch compiles."""
-    model, sizes = model_of("nvfp4-4over6"), []
-    set_step(model, 1, 0, 0)
-    backend = aot_autograd(fw_compiler=lambda graph, _: sizes.append(len(graph.graph.nodes)) or graph.forward)
-    torch.compile(model, fullgraph=True, backend=backend)(torch.randn(32, 40, requires_grad=True))
-    assert 0 < max(sizes) < 60  # traced, one of its four casts has as many nodes

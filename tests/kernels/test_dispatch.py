@@ -5,12 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from narrowgauge import kernels
 from narrowgauge.kernels import dispatch, has_kernels
 from narrowgauge.kernels.dispatch import converts_to_fp8, use_kernels
-from narrowgauge.nn import gemm
 from narrowgauge.recipes import named_device
 from narrowgauge.system.devices import imagine
 
@@ -73,29 +71,6 @@ def test_every_launch_is_on_the_device_of_its_tensors_and_every_atomic_is_relaxe
     (guard,) = [node for node in ast.walk(found["launch.py:perform"]) if isinstance(node, ast.With)]
     assert ast.unparse(guard.items[0]) == "torch.cuda.device_of(args[0])"
     assert len(launches(guard)) == 1
-
-
-class Products(TorchDispatchMode):
-    """Notes the dtypes of the operands of each product."""
-
-    def __init__(self):
-        super().__init__()
-        self.operands = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.overloadpacket is torch.ops.aten.mm:
-            self.operands += [x.dtype for x in args[:2]]
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize(("name", "is_narrow"), [("v100", False), ("a100", True), ("mi300x", True)])
-def test_a_gpu_before_ampere_multiplies_widened_operands(name, is_narrow):
-    """`torch.mm(bf16, bf16, out_dtype=torch.float32)` needs sm_80; the default recipe would crash on a T4."""
-    a, b = (torch.empty(16, 16, dtype=torch.bfloat16, device="meta") for _ in range(2))
-    with imagine(named_device(name)), Products() as products:
-        y = gemm._summed_in_fp32(a, b)
-    assert y.dtype == torch.float32
-    assert products.operands == [torch.bfloat16 if is_narrow else torch.float32] * 2
 
 
 def test_missing_headers_are_found_before_a_kernel_is_built(monkeypatch, tmp_path):

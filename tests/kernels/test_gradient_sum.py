@@ -88,18 +88,3 @@ def test_what_is_not_finite_stays_so(device):
         assert ours.read().isnan().all()
         assert plain.read().isnan().all()
         assert_same(ours.prescale.tensors.values(), plain.prescale.tensors.values())
-
-
-def test_zeros_stay_zeros_and_what_it_does_not_take_goes_to_the_reference(device):
-    ours, _ = two((3, 4), device)
-    for _ in range(2):
-        add_gradient(ours, torch.zeros(3, 4, device=device), stream(1, device, 0))
-    assert not ours.read().any()
-    assert ours.sums == 2
-    wide, blocks, bf16 = (
-        GradientState(torch.Size((4, 32)), make_cast(cast), device) for cast in ("e4m3", "mxfp8", "bf16")
-    )
-    wide.replace(torch.ones(4, 32, device=device))
-    for state, expected in ((wide, 2.0), (blocks, 1.0), (bf16, 1.0)):
-        add_gradient(state, torch.ones(4, 32, device=device, dtype=torch.bfloat16), None)
-        assert (state.read() == expected).all()

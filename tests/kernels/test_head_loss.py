@@ -11,7 +11,6 @@ from torch.utils._pytree import tree_iter
 import narrowgauge.kernels.head_loss as module
 from kernels.common import DTYPES, assert_same, of_traced_code
 from narrowgauge.kernels.cross_entropy import IGNORED, objective_of
-from narrowgauge.kernels.dispatch import use_kernels
 from narrowgauge.kernels.head_loss import head_loss, rows_of_chunk
 from narrowgauge.nn import convert
 from narrowgauge.recipes import recipe as named
@@ -81,23 +80,6 @@ def test_loss_and_gradients_are_those_of_float64(where, chunks, rows, dtype, tar
     assert ((dw_VD.double() - w.grad).abs() <= dw_bound_VD).all()
 
 
-@pytest.mark.parametrize("dtype", [F32, F16])
-def test_the_size_of_a_chunk_changes_neither_loss_nor_dh(chunks, dtype):
-    """With exact sums: a GEMM library may sum a row in another order if it has more rows."""
-    generator = torch.Generator().manual_seed(1)
-    h_TD = torch.randint(-2, 3, (T, D), generator=generator).to(dtype)
-    # Two tokens of the vocabulary, far above the others: dz is 0, 1/2 and -1/2, over a power of two.
-    w_VD = torch.zeros(V, D)
-    w_VD[7:9] = torch.randint(-2, 3, (D,), generator=generator).float() * 8
-    found = []
-    for rows in (1, 5, 16, T):
-        chunks(rows)
-        found.append(together(h_TD, w_VD, torch.full((T,), 8)))
-    for other in found[1:]:
-        assert_same(other[:2], found[0][:2])
-        torch.testing.assert_close(other[2], found[0][2], rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.tier("thorough")
 def test_the_loss_scale_of_fp16_comes_before_the_rounding(where, chunks):
     """Gradients of logits below 2^-24, which fp16 has not, are there when they are scaled."""
@@ -121,16 +103,6 @@ def test_without_gradients_none_is_computed_and_a_second_pass_is_refused(where, 
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-
-
-def test_an_id_outside_the_vocabulary(where):
-    h_TD, w_VD, y_T = drawn(F32, where)
-    y_T[3] = V
-    if use_kernels(h_TD):
-        assert head_loss(h_TD, w_VD, y_T).isnan()
-    else:
-        with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
-            head_loss(h_TD, w_VD, y_T)
 
 
 @pytest.mark.parametrize(
@@ -201,16 +173,6 @@ def test_a_head_that_is_more_than_a_product_is_called(is_kept):
     model.loss(torch.zeros(1, 4, dtype=torch.long), torch.zeros(1, 4, dtype=torch.long))
     assert bool(called) is not is_kept
     assert model.chunks_loss is is_kept
-
-
-@pytest.mark.tier("thorough")
-@of_traced_code
-def test_compiled_it_is_one_operator_with_the_same_bits(where, chunks):
-    """What surrounds it in a model the compiler fuses in its own way, with other roundings than kernels."""
-    given = drawn(BF16, where)
-    assert_same(
-        gradients(torch.compile(head_loss, backend="aot_eager", fullgraph=True), *given), together(*given)
-    )
 
 
 @pytest.mark.tier("thorough")  # compiles for seconds

@@ -6,23 +6,16 @@ These rows: quantiles of any numbers, rows in parts, slopes of rounding. All bit
 import pytest
 import torch
 
-from kernels.common import INF, NAN, normal, same_bits
+from kernels.common import INF, NAN, normal
 from narrowgauge.kernels.cast import emulate_rows
 from narrowgauge.kernels.dispatch import plain_operations
 from narrowgauge.kernels.gradient_sum import through_rounding
-from narrowgauge.kernels.product import scaled_and_rounded, scaled_rows_and_rounded
-from narrowgauge.nn.gemm import ROWS, Operand, along_contraction, multiply
+from narrowgauge.kernels.product import scaled_rows_and_rounded
 from narrowgauge.quantization import QuantContext, estimator_slope, make_cast
 from narrowgauge.quantization import emulate as emulate_in_torch
 from narrowgauge.quantization.transforms import quantile_ranks, ranked
 
 BF16 = torch.bfloat16
-
-
-@pytest.mark.parametrize("scale", [3.7e-12, NAN])
-def test_it_is_the_scaled_product_rounded_once(device, scale):
-    x, scale = normal(37, 131).to(device), torch.tensor(scale, device=device)
-    assert same_bits(scaled_and_rounded(x, scale, torch.float16), (x * scale).half())
 
 
 @pytest.mark.parametrize("has_rest", [True, False])
@@ -33,15 +26,6 @@ def test_scales_of_rows_and_columns_are_applied_as_by_torch(device, has_rest):
         ours = scaled_rows_and_rounded(*args, r, c, BF16)
         with plain_operations():
             assert torch.equal(ours, scaled_rows_and_rounded(*args, r, c, BF16))
-
-
-def test_codes_along_the_other_axis_are_the_same_codes(device):
-    for shape in ((64, 64), (70, 131), (1, 5), (3, 1)):
-        codes = torch.randint(256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-        found = along_contraction(codes.to(device).T)
-        assert found.is_contiguous()
-        assert torch.equal(found.cpu(), codes.T)
-        assert torch.equal(along_contraction(codes.to(device)[:, ::2]).cpu(), codes[:, ::2])
 
 
 def launch_ranked(*args):
@@ -112,23 +96,6 @@ def test_rows_that_have_no_kernel_are_left_to_the_reference(device):
         assert emulate_rows(x, make_cast(cast)) is None
     assert emulate_rows(x.T, make_cast({"cast": "fp4-row"})) is None
     assert emulate_rows(x.float(), make_cast(APART)) is None
-
-
-@pytest.mark.tier("thorough")
-def test_a_product_in_parts_is_that_of_the_numbers_rounded_once(device):
-    x = Operand(*emulate_rows(outlying(33, 160).to(device), make_cast(APART)), form=ROWS)
-    w = normal(50, 160, dtype=BF16).to(device)
-    w_rows = Operand(*emulate_rows(w, make_cast({"cast": "fp4-row"})), form=ROWS)
-    for other in (w_rows, Operand(w), Operand(w, torch.tensor(0.37, device=device))):
-        numbers = other.values().double()
-        exact = x.values().double() @ numbers.T
-        got = multiply(x, other, BF16)
-        slack = 160 * 2.0**-23 * (x.values().double().abs() @ numbers.abs().T)
-        half_ulp = torch.exp2(exact.abs().log2().floor() - 8)
-        assert got.dtype == BF16
-        assert ((got.double() - exact).abs() <= half_ulp + slack).all()
-    exact = w.double() @ x.values().double().T  # a rest on the other side: in fp32
-    assert (multiply(Operand(w), x, BF16).double() - exact).abs().max() < 1e-5 * exact.abs().max()
 
 
 def test_the_slope_of_rounding_is_that_of_the_reference(device):

@@ -7,13 +7,11 @@ from narrowgauge.kernels.dispatch import has_kernels
 from narrowgauge.recipes import device_facts, named_device
 from narrowgauge.system.devices import imagine
 from narrowgauge.system.errors import UserError
-from narrowgauge.system.torch_compat import TorchDispatchMode, operation_name
 from narrowgauge.trainer.models import count_parameters
 from narrowgauge.trainer.simulate import H200, count_step
 from narrowgauge.trainer.simulate.operations import Cost
 from narrowgauge.trainer.simulate.recorder import Recorder
 from narrowgauge.trainer.training import make_config
-from narrowgauge.trainer.training.step.build_model import build_model
 
 META = torch.device("meta")
 
@@ -83,43 +81,6 @@ def test_no_micro_batch_waits_for_the_device(recipe):
     count = count_step(config(recipe), named_device("h200"))
     assert count.waits == {}
     assert count.update_waits == 2  # the norm and the loss
-
-
-class Strides(TorchDispatchMode):
-    """Keeps the bytes from row to row of what matmuls of a vocabulary read and write."""
-
-    def __init__(self, vocabulary):
-        super().__init__()
-        self.vocabulary, self.found = vocabulary, []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if operation_name(func) == "mm":
-            seen = [t for t in (*args, out) if self.vocabulary in t.shape]
-            self.found += [max(t.stride()) * t.element_size() for t in seen]
-        return out
-
-
-def test_rows_of_logits_are_aligned_on_a_gpu():
-    """GPT-2's 50,257 logits are not a multiple of 16 bytes, and three matmuls of a step are of them."""
-    values = config("bf16", name="gpt2-debug", vocab_size=257, layers=1)
-    with imagine(named_device("h200"), lambda work: None), Strides(257) as strides:
-        model = build_model(values.spec, META)
-        ids_BT = torch.empty(2, 64, dtype=torch.int64, device=META)
-        model.loss(ids_BT, ids_BT).backward()
-    assert len(strides.found) == 6, "logits, their gradient twice, and the weight twice and its gradient"
-    assert all(stride % 16 == 0 for stride in strides.found)
-
-
-def test_recomputation_runs_forward_functions_again_and_keeps_less():
-    values = config("fp8")
-    plain = count_step(values, named_device("h200"))
-    again = values.model_copy(update={"training": values.training.model_copy(update={"recompute": True})})
-    found = count_step(again, named_device("h200"))
-    assert found.functions > 1.2 * plain.functions
-    assert found.peak_bytes < plain.peak_bytes
-    attention = [c.totals(H200).further.attention_seconds for c in (found, plain)]
-    assert attention[0] > attention[1]
 
 
 def test_seconds_are_the_slowest_of_products_bytes_and_launches():

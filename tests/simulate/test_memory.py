@@ -86,17 +86,6 @@ def test_a_chunked_loss_has_no_logits_and_is_expected_as_it_is(tiny, text, name)
     assert found.device["saved activations"] <= whole.device["saved activations"] + 2 * 32 * 128 * 4
 
 
-def test_after_the_step_nothing_is_held_but_gradients(tiny, text):
-    trainer = Trainer.begin(make_config(tiny(WIDE | {"recipe.name": "fp8"})), CPU)
-    corpus = prepare(text, "bytes")
-    watch = MemoryTracker(CPU)
-    with watch:
-        trainer.train_step(trainer.batches(corpus.train), watch.after_forward)
-        gradients = sum(p.grad.nbytes for p in trainer.model.parameters())
-        assert watch.saved > 0
-        assert watch.alive == gradients
-
-
 @pytest.mark.tier("thorough")
 @pytest.mark.parametrize("place", ["master", "grad", "m", "v"])
 def test_what_lies_on_the_host_is_told_apart(tiny, text, place):

@@ -4,8 +4,6 @@ import pytest
 
 from narrowgauge.recipes import named_device
 from narrowgauge.system.devices import imagine
-from narrowgauge.trainer.cluster.plan.cluster_spec import load_cluster
-from narrowgauge.trainer.cluster.plan.plan import make_plan
 from narrowgauge.trainer.simulate import ALONE, Memory, Room, count_step, estimate_memory
 from narrowgauge.trainer.simulate.memory import CLASSES
 from narrowgauge.trainer.simulate.room import CONTEXT, FRAGMENTATION
@@ -43,16 +41,6 @@ def test_a_cpu_reserves_nothing_and_holds_the_state_of_the_host():
     assert machine.reserved(memory_of(GIB)) == 0
     memory = memory_of(1000, host=24)
     assert machine.needed(memory, ALONE) == 1000 + 24 + machine.copy(memory, ALONE)
-
-
-@pytest.mark.tier("thorough")
-@pytest.mark.parametrize("name", ["rtx4090"])
-def test_a_plan_reserves_memory_of_a_gpu(name):
-    config = make_config({"model": {"name": "debug"}, "data": {"sequence_length": 64}})
-    plan = make_plan(config, cluster=load_cluster(name))
-    peak = plan.step.memory.peak
-    assert plan.reserved == CONTEXT + int(FRAGMENTATION * peak)
-    assert plan.needed == peak + plan.reserved
 
 
 def on_a_gpu(recipe, **training):

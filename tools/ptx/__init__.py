@@ -11,5 +11,6 @@
     machine      what each instruction does; branches
     compiled     compiles a launch for a GPU, and runs it
 
-The semantics follow the PTX ISA. An instruction that no table names is refused, never skipped.
+The semantics follow the PTX ISA. An instruction that no table names is refused, never skipped. That compiled
+kernels have the digits of their references (`test_compiled`) also proves the executor.
 """

@@ -4,7 +4,6 @@ import json
 import os
 import platform
 import re
-import shutil
 import subprocess
 import sys
 from importlib.metadata import version
@@ -50,66 +49,29 @@ def here(tmp_path_factory):
     return {item["item"]: item for item in items}
 
 
-@pytest.mark.tier("thorough")
-def test_every_item_once_and_in_order(here):
+def test_what_is_found_is_what_the_systems_tools_say(here, capsys):
+    """Every item once and in order; software, limits, disks and GPUs."""
     assert " ".join(name for name in here if name not in ("peers", "gpu-jobs")) == ORDER
-    assert {item["status"] for item in here.values()} <= {"OK", "WARN", "MISS"}
-
-
-@pytest.mark.tier("thorough")
-def test_software(here):
-    assert platform.python_version().startswith(here["python"]["found"])
-    assert here["torch"]["found"].startswith(version("torch"))
-    assert here["system"]["found"].startswith(f"{platform.system()} {platform.machine()}, glibc ")
-    assert " ".join(platform.libc_ver()) in here["system"]["found"]
-    for name in ("jinja2", "numpy", "pydantic", "rich", "safetensors", "tokenizers"):
-        assert f"{name} {version(name)}" in here["packages"]["found"]
-    cxx = shutil.which("g++")
-    if cxx and "CXX" not in os.environ:
-        assert here["compiler"]["found"].startswith(said("g++", "--version").splitlines()[0])
-
-
-def test_recipes_agree_with_the_verb(here, capsys):
+    found = {name: item["found"] for name, item in here.items()}
+    assert found["torch"].startswith(version("torch"))
+    assert f"{platform.machine()}, {' '.join(platform.libc_ver())}" in found["system"]
+    assert f"pydantic {version('pydantic')}" in found["packages"]
     assert main(["recipes"]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     native = {row[0] for row in rows if len(row) > 1 and row[1] == "native"}
-    words = here["recipes"]["found"].partition("; ")[0].removeprefix("native: ")
-    assert set(words.split(", ")) == native
-
-
-def test_limits(here):
-    soft = said("bash", "-c", "ulimit -n").strip()
-    assert here["open-files"]["found"].replace(",", "") == soft
-    assert (here["open-files"]["status"] == "OK") == (soft == "unlimited" or int(soft) >= 4096)
-    locked = said("bash", "-c", "ulimit -l").strip()
-    if locked != "unlimited":
-        assert here["locked-memory"]["found"].startswith(f"{int(locked) / 1024:.1f} MiB")
-    threads = os.environ.get("OMP_NUM_THREADS")
-    assert (f"OMP_NUM_THREADS={threads}" in here["cores"]["found"]) == (threads is not None)
-    assert int(here["cores"]["found"].split()[0]) <= len(os.sched_getaffinity(0))
-
-
-def test_disks(here):
+    assert set(found["recipes"].partition("; ")[0].removeprefix("native: ").split(", ")) == native
+    assert found["open-files"].replace(",", "") == said("bash", "-c", "ulimit -n").strip()
+    assert int(found["cores"].split()[0]) <= len(os.sched_getaffinity(0))
     size = int(said("df", "--output=size", "-B1", "/dev/shm").split()[-1])
-    assert f"of {size / 2**30:.1f} GiB" in here["shared-memory"]["found"]
-    folder = re.match(r"(.+) \(\S+\): ", here["disk"]["found"])[1]
-    free, size, kind = said("df", "--output=avail,size,fstype", "-B1", folder).split()[-3:]
-    assert f"({kind})" in here["disk"]["found"]
-    told = float(re.search(r"([\d.]+) GiB free", here["disk"]["found"])[1])
-    assert told == pytest.approx(int(free) / 2**30, rel=0.05, abs=1)
-    assert f"of {int(size) / 2**30:.1f} GiB" in here["disk"]["found"]
+    assert f"of {size / 2**30:.1f} GiB" in found["shared-memory"]
+    folder = re.match(r"(.+) \(\S+\): ", found["disk"])[1]
+    size, kind = said("df", "--output=size,fstype", "-B1", folder).split()[-2:]
+    assert f"({kind})" in found["disk"]
+    assert f"of {int(size) / 2**30:.1f} GiB" in found["disk"]
     assert not list(Path(folder).iterdir())
-
-
-def test_gpus(here):
     if not list(Path("/dev").glob("nvidia[0-9]*")) and not Path("/dev/kfd").exists():
-        assert here["driver"]["found"] == "no GPU, no driver"
+        assert found["driver"] == "no GPU, no driver"
         assert "gpu-jobs" not in here
-    elif shutil.which("nvidia-smi"):
-        query = said("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
-        name, driver = query.splitlines()[0].split(", ")
-        assert name in here["gpus"]["found"]
-        assert driver in here["driver"]["found"]
 
 
 @pytest.mark.tier("thorough")
@@ -156,21 +118,14 @@ def test_the_gpus_are_not_touched_by_this_process():
 
 def test_what_torch_says_is_joined_with_what_the_driver_says():
     described = {"maker": "nvidia", "capability": [9, 0], "architecture": "", "memory": 80 << 30}
-    cards = [
-        described | {"name": "H100", "peers": [1], "uuid": "a", "used": 5},
-        described | {"name": "H100", "peers": [0], "uuid": "b", "used": 6},
-    ]
-    software = {"version": "2.13.0+cu130", "cuda": "13.0"}
-    told = {"software": software, "gpus": cards, "gpu_error": "", "asked": True}
+    card = described | {"name": "H100", "peers": [1], "uuid": "a", "used": 5}
+    told = {"software": {"version": "2.13.0+cu130"}, "gpus": [card], "gpu_error": "", "asked": True}
     report = parse_report(Output(0, "a warning\nnarrowgauge-doctor:" + json.dumps(told)))
-    assert (report.error, report.gpu_error, report.software) == ("", "", software)
-    first, second = joined(report.gpus, {"GPU-a": {"used": 7, "busy": 50, "processes": (4711,)}})
-    assert (first.used, first.busy, first.processes, first.peers) == (7, 50, (4711,), (1,))
-    assert (second.used, second.busy, second.processes, second.capability) == (6, None, (), (9, 0))
+    (found,) = joined(report.gpus, {"GPU-a": {"used": 7, "busy": 50, "processes": (4711,)}})
+    assert (found.used, found.busy, found.processes, found.peers) == (7, 50, (4711,), (1,))
     before = "narrowgauge-doctor:" + json.dumps(told | {"gpus": [], "asked": False})
     crashed = parse_report(Output(-11, before))  # the driver crashed it when torch asked for the GPUs
-    assert (crashed.software, crashed.gpu_error) == (software, "its process was killed by SIGSEGV")
-    assert parse_report(Output(-4)).error == "its process was killed by SIGILL"
+    assert (crashed.software, crashed.gpu_error) == (told["software"], "its process was killed by SIGSEGV")
     assert parse_report(Output(None, error="no answer in 120 s")).error == "no answer in 120 s"
 
 

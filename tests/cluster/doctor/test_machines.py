@@ -166,7 +166,6 @@ GPUS = [
         "driver MISS, gpus MISS",
         *("NVIDIA 460.73.01, for CUDA up to 11.2; torch 2.11 and later bring CUDA 12", "525 or later"),
     ),
-    (changed(LAPTOP, hardware={"driver_cuda": (12, 4)}), "driver WARN", "it runs, without what is newer"),
     (
         changed(LAPTOP, hardware={"driver_cuda": None, "gpus": ()}),
         "driver MISS, gpus MISS",
@@ -187,8 +186,6 @@ GPUS = [
         "gpus MISS",
         "torch 2.11 to 2.14, built for CUDA 12.6, which has code for compute capability 6.1",
     ),
-    (gpus(LAPTOP, capability=(3, 5)), "gpus MISS", "if there is one, or train on the CPU"),
-    (gpus(FRONTIER, architecture="gfx906"), "gpus MISS", "gfx906"),
     (
         changed(EIGHT_H100, hardware={"gpus": (*node(H100, 7), replace(RTX4090, peers=tuple(range(7))))}),
         "gpus WARN, peers WARN",
@@ -206,15 +203,8 @@ GPUS = [
         "gpu-jobs WARN",
         "GPU 0: 20.0 GiB in use by process 4711, 97 % busy",
     ),
-    (gpus(LAPTOP, used=3 << 30, busy=0), "gpu-jobs WARN", "GPU 0: 3.0 GiB in use"),
     (changed(EIGHT_H100, software=CUDA), "recipes WARN", "fp8-block", "12.9"),
     (changed(EIGHT_H100, compiler=replace(CXX, cc="")), "compiler WARN", "kernels on a GPU need it"),
-    (changed(EIGHT_H100, compiler=replace(CXX, triton="")), "compiler WARN", "pip install triton"),
-    (
-        changed(FRONTIER, compiler=replace(CXX, triton="")),
-        "compiler WARN",
-        "install torch's ROCm build again",
-    ),
 ]
 TORCH = [
     (
@@ -223,17 +213,7 @@ TORCH = [
         "for CUDA up to 12.4; torch was built for CUDA 13.0",
         "install torch 2.11 to 2.14, built for CUDA 12.6",
     ),
-    (
-        broken(V100),
-        "torch MISS, gpus MISS",
-        *("not installed", "install torch 2.11 to 2.14, built for CUDA 12.6", "compute capability 7.0"),
-    ),
     (broken(LAPTOP), "torch MISS, gpus MISS", "install torch 2.11, built for CUDA 12.8"),
-    (
-        broken(changed(LAPTOP, hardware={"driver_cuda": (13, 0)})),
-        "torch MISS, gpus MISS",
-        "install torch 2.11 or later, built for CUDA 13.0",
-    ),
     (
         broken(LAPTOP, CUDART),
         "torch MISS, gpus MISS",
@@ -259,18 +239,12 @@ TORCH = [
         "python WARN, torch MISS",
         *("may have no wheel yet", "install Python 3.11 to 3.15"),
     ),
-    (
-        broken(host(system={"name": "macOS", "machine": "x86_64", "glibc": ()})),
-        "system MISS, torch MISS",
-        "a Mac with an Apple processor",
-    ),
     (broken(CPU_ONLY, "undefined symbol: ncclCommShrink"), "torch MISS", "another NCCL"),
     (host(software={"python": (3, 10, 4), "torch": "2.6.0"}), "python MISS, torch MISS", "Python 3.11"),
 ]
 HOST = [
     (host(system={"name": "Windows", "machine": "AMD64", "glibc": ()}), "system WARN", "use WSL 2"),
     (mac(), "system WARN", "macOS"),
-    (mac(hub={"ahead": 4000.0}), "system WARN, clock WARN", "sudo sntp -sS time.apple.com"),
     (
         mac(compiler={"error": "clang++: error: unsupported option '-fopenmp'"}),
         "system WARN, compiler WARN",
@@ -281,19 +255,9 @@ HOST = [
         "packages MISS",
         "python -m pip install pydantic",
     ),
-    (
-        host(software={"packages": {"numpy": "1.24.4"}}),
-        "packages MISS",
-        "python -m pip install 'numpy>=1.26'",
-    ),
     (host(system={"open_files": (1024, 1 << 20)}), "open-files WARN", "ulimit -n 65536"),
-    (host(system={"open_files": (1024, 1024)}), "open-files WARN", "administrator"),
     (shared(64 << 20, 64 << 20), "shared-memory WARN", "--shm-size"),
-    (shared(64 << 20, 1 << 20), "shared-memory MISS", "--shm-size"),
     (shared(32 << 30, 64 << 20), "shared-memory WARN", "killed programs"),
-    (shared(32 << 30, 1 << 20), "shared-memory MISS", "killed programs"),
-    (shared(32 << 30, 32 << 30, "Permission denied"), "shared-memory MISS", "chmod 1777"),
-    (host(system={"shared_memory": None}), "shared-memory WARN", "mount a tmpfs"),
     (
         host(system={"locked_memory": (8 << 20, None)}, hardware={"fabric": True}),
         "locked-memory WARN",
@@ -304,28 +268,19 @@ HOST = [
     (host(disk={"skew": -60.0}), "clock WARN", "60 s ahead of that of the file system"),
     (host(system={"synchronized": False}, environment={"SLURM_NNODES": "2"}), "clock WARN", "chrony"),
     (host(disk={"free": 100 << 20}), "disk MISS", "100.0 MiB free"),
-    (host(disk={"free": 5 << 30}), "disk WARN", "make room"),
-    (host(cache={"free": 50 << 30}), "cache WARN", "NARROWGAUGE_CACHE"),
     (host(disk={"inodes": 10**6, "inodes_free": 12}), "disk MISS", "12 inodes free"),
-    (host(disk={"inodes": 10**6, "inodes_free": 10**4}), "disk WARN", "1.0% of the inodes"),
     (host(disk={"speed": 9e6, "kind": "nfs4"}), "disk WARN", "(nfs4)"),
     (host(disk={"error": "Read-only file system"}), "disk WARN", "--out"),
-    (host(compiler=Compiler(cc="/usr/bin/gcc")), "compiler WARN", "install g++"),
     (host(compiler=Compiler()), "compiler WARN", "casts on a CPU take 2 to 4 times as long"),
     (host(compiler={"error": f"program.cpp:1:10: fatal error: {HEADER}"}), "compiler WARN", "python3-dev"),
-    (host(compiler={"error": "unsupported option '-fopenmp'"}), "compiler WARN", "libomp-dev"),
     (host(data=Given(name="x", error="data source 'x' does not exist")), "data MISS", "'x'"),
     (host(tokenizer=Given(name="t", error="tokenizer file 't' is damaged")), "tokenizer MISS", "'t'"),
 ]
 NETWORK = [
     (refused(503), "the proxy finds no way on"),
-    (refused(407), "user and password"),
     (refused(403), "administrator"),
     (hub(outcome="proxy unreachable", proxy="http://10.0.0.1:3128", detail="timed out"), "never asked"),
     (hub(outcome="no name", detail="name or service not known"), "no proxy is set"),
-    (hub(outcome="no network", detail="network is unreachable"), "no way to huggingface.co"),
-    (hub(outcome="no answer", detail="no answer in 12 s"), "no answer in 12 s"),
-    (hub(outcome="certificate", detail="self-signed certificate"), "SSL_CERT_FILE"),
     (hub(outcome="refused", status=502), "answers HTTP 502"),
 ]
 WHOLE = [(CPU_ONLY, ""), (LAPTOP, ""), (EIGHT_H100, ""), (FRONTIER, "")]
@@ -356,25 +311,6 @@ def test_the_network_is_needed_for_the_hub_alone(facts, words):
     assert check(wanted)["network"].status == "MISS"
 
 
-@pytest.mark.parametrize(
-    ("facts", "native"),
-    [
-        (CPU_ONLY, {"fp32", "bf16", "bf16-sr", "fp16"}),
-        (FRONTIER, {"fp32", "bf16", "bf16-sr", "fp16"}),
-        (LAPTOP, {"fp8", "fp8-row", "msamp-o2"}),
-        (EIGHT_H100, {"fp8", "fp8-block", "msamp-o3"}),
-        (gpus(EIGHT_H100, capability=(10, 0)), {"fp8", "mxfp8", "nvfp4"}),
-        (gpus(FRONTIER, architecture="gfx942"), {"fp8-fnuz"}),
-    ],
-    ids=["cpu", "MI250X", "4090", "H100", "B200", "MI300X"],
-)
-def test_recipes_that_run_natively(facts, native):
-    words, _, emulated = check(facts)["recipes"].found.partition("; emulated: ")
-    assert native <= set(words.removeprefix("native: ").split(", "))
-    assert "mxfp4" in emulated.split(", ")
-    assert ("fp8-block" in words, "mxfp8" in words) == ("fp8-block" in native, "mxfp8" in native)
-
-
 def test_which_build_of_torch():
     """By compute capability and the driver's CUDA; an older CUDA runs on a newer driver."""
     old, new = "torch 2.11 to 2.14, built for CUDA 12.6", "torch 2.11, built for CUDA 12.8"
@@ -395,6 +331,7 @@ def test_what_is_not_there_is_not_judged():
     assert not set(check(CPU_ONLY)) & {"peers", "gpu-jobs", "data", "tokenizer"}
     assert "NV18" in check(EIGHT_H100)["peers"].found
     assert check(gpus(LAPTOP, used=None, busy=None))["gpu-jobs"].found.startswith("unknown")
+    assert "mxfp4" in check(CPU_ONLY)["recipes"].found.partition("; emulated: ")[2]
     rocm = check(changed(FRONTIER, compiler=replace(CXX, triton="")))["compiler"]
     assert "pip install triton" not in rocm.fix, "the Triton of NVIDIA's GPUs is not put over ROCm's"
 

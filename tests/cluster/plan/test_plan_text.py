@@ -6,7 +6,6 @@ import shlex
 
 import pytest
 
-from narrowgauge.trainer.cluster.plan.plan_text import _interval
 from narrowgauge.trainer.simulate import ALONE, Room, estimate_memory
 from narrowgauge.trainer.training import make_config
 
@@ -22,11 +21,6 @@ def test_a_short_run_on_a_fast_machine_is_readable(narrowgauge):
     assert not re.search(r"^ (master|whole weights) ", shown.out, re.MULTILINE)
     assert re.search(r"^ 512 tokens +[\d.]+ s +[\d.]+ s", shown.out, re.MULTILINE)
     assert re.search(r"^ cost +below 0\.01 USD +below 0\.01 USD", shown.out, re.MULTILINE)
-
-
-def test_an_interval_whose_ends_are_printed_alike_is_printed_once():
-    assert _interval(87.7, 87.9, "%") == "88 %"
-    assert _interval(61.2, 95.3, "s") == "61.2 to 95.3 s"
 
 
 @pytest.mark.tier("thorough")
@@ -51,18 +45,3 @@ def test_the_line_that_fits_is_printed_and_fits(narrowgauge):
     assert re.search("^fits: ", again.out, re.MULTILINE), again.out
     assert "it fits with these changes" not in again.out
     assert json.loads(narrowgauge("plan", *words, "--json").out)["fits_with"]["peak"] <= memory.peak
-
-
-@pytest.mark.tier("thorough")
-def test_only_the_settings_that_are_needed_are_changed(narrowgauge):
-    words = [*SMALL.split(), "--training.batch_size", "4", "--recipe", "fp8"]
-    ample = [*words, "--memory-limit", "100GB", "--json"]
-    roomy = json.loads(narrowgauge("plan", *ample).out)["memory"]["peak"]
-    told = json.loads(narrowgauge("plan", *words, "--memory-limit", f"{roomy - 1}B", "--json").out)
-    assert told["fits_with"]["options"].count("--") == 1, "one change of four does it"
-
-
-@pytest.mark.tier("thorough")
-def test_nothing_fits_a_card_that_is_too_small(narrowgauge):
-    shown = narrowgauge("plan", *SMALL.split(), "--recipe", "fp8", "--memory-limit", "1MB")
-    assert "no setting and no recipe of narrower state makes it fit on this device" in shown.out
