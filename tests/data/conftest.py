@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 
+from narrowgauge.trainer.data import open_token_file, write_token_file
+
 WORDS = ["narrow", "gauge", "rail", "train", "coal", "steam", "<|endoftext|>", "valley", "café", "signal"]
 
 
@@ -21,3 +23,10 @@ def source(tmp_path):
         prose = " ".join(WORDS[w] for w in rng.integers(0, len(WORDS), 200 + 30 * i))
         (tmp_path / "text" / f"{i:02}.txt").write_text(prose + "\n", encoding="utf-8")
     return str(tmp_path / "text")
+
+
+@pytest.fixture
+def tokens(tmp_path):
+    """101 tokens, token i is i: the ids of a batch show where it was taken."""
+    write_token_file(tmp_path / "train.bin", [np.arange(101)], 257)
+    return open_token_file(tmp_path / "train.bin")

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 
-import numpy as np
 import pytest
 
 from narrowgauge.system.errors import UserError
@@ -30,15 +29,6 @@ def test_damage_to_any_file_is_found_at_opening_and_named(source, tmp_path, name
             assert f"delete the directory {directory} and prepare it again" in str(caught.value)
     with pytest.raises(UserError):
         prepare(source, "bytes", directory)
-
-
-def test_without_verifying_lengths_are_checked_still(source, tmp_path):
-    directory = prepare(source, "bytes", tmp_path / "out").directory
-    assert np.array_equal(open_corpus(directory, verify=False).train, open_corpus(directory).train)
-    path = directory / "val.bin"
-    path.write_bytes(path.read_bytes()[:-2])
-    with pytest.raises(UserError, match=r"val\.bin is damaged"):
-        open_corpus(directory, verify=False)
 
 
 @case("F2", tier="quick")

@@ -1,12 +1,6 @@
 """Workers: the same bytes whatever their number, memory and time apart; the options that choose documents."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +9,6 @@ from data.reading import contents, documents_in, texts
 from narrowgauge.system.errors import UserError
 from narrowgauge.trainer.data import prepare
 from narrowgauge.trainer.data.preparation.document_filter import Options, is_held_out
-from support.fault_table import case
 
 WORDS = ["steam", "coal", "rail", "gauge", "caf\u00e9", "<|endoftext|>", "valley\n\n"]
 
@@ -81,50 +74,3 @@ def test_tokens_beyond_a_file_go_into_several(lines, tmp_path, monkeypatch):
     assert len(corpus.train) == len(whole.train) == corpus.manifest.train_tokens
     for start, stop in [(0, 10), (99_990, 100_010), (0, len(whole.train)), (5, 5)]:
         assert np.array_equal(corpus.train[start:stop], whole.train[start:stop])
-
-
-CHILD = """
-import sys
-from pathlib import Path
-from narrowgauge.trainer.data import prepare
-
-def stop(stage, done, total, facts):
-    if stage == "encode":
-        print("here", flush=True)
-        sys.stdin.read()
-
-if __name__ == "__main__":
-    prepare(sys.argv[1], "bytes", Path(sys.argv[2]), stop, workers=2)
-"""
-
-
-def below(root):
-    """The processes started by `root`, and theirs."""
-    found, left = set(), [root]
-    while left:
-        for task in Path(f"/proc/{left.pop()}/task").glob("*/children"):
-            left += (children := [int(pid) for pid in task.read_text().split()])
-            found.update(children)
-    return found
-
-
-@pytest.mark.tier("thorough")  # real processes
-@case("F4", tier="quick")
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="no /proc to look for processes in")
-def test_killed_it_leaves_no_process_and_the_next_makes_the_same_bytes(lines, tmp_path):
-    (tmp_path / "child.py").write_text(CHILD)
-    command = [sys.executable, str(tmp_path / "child.py"), lines, str(tmp_path / "place" / "out")]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout.readline() == "here\n"
-        children = below(process.pid)
-        os.kill(process.pid, signal.SIGKILL)
-    assert children
-    assert not (tmp_path / "place" / "out").exists()
-    deadline = time.monotonic() + 20
-    while (left := [c for c in children if Path(f"/proc/{c}/cmdline").exists()]) and (
-        time.monotonic() < deadline
-    ):
-        time.sleep(0.05)
-    assert not left
-    undisturbed = prepare(lines, "bytes", tmp_path / "undisturbed").directory
-    assert contents(prepare(lines, "bytes", tmp_path / "place" / "out").directory) == contents(undisturbed)

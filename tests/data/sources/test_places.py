@@ -4,7 +4,6 @@ import gzip
 import json
 import lzma
 import os
-import shutil
 import tempfile
 from pathlib import Path
 
@@ -21,18 +20,11 @@ def fill(folder, files):
 
 
 def test_directory_source_reads_text_files_by_name(tmp_path):
-    found = [
-        "BOOK.TXT",
-        "Z.txt",
-        "a.txt",
-        "a/b/c.py",
-        "a/z.Md",
-        "b.txt",
-    ]  # suffixes are matched in any case
+    found = ["BOOK.TXT", "Z.txt", "a.txt", "a/b/c.py", "a/z.Md"]  # suffixes are matched in any case
     hidden = {"picture.png": b"\x89PNG", ".git/notes.txt": "x", ".hidden.txt": "x", "blank.txt": " \n\t\n"}
     for root in (tmp_path / "d", tmp_path / ".notes"):
         fill(root, {name: f"this is {name}\r\n" for name in reversed(found)} | hidden)
-        with pytest.warns(UserWarning, match=r"leaves out 1 of 8 files .* not read: picture\.png; convert"):
+        with pytest.warns(UserWarning, match=r"leaves out 1 of 7 files .* not read: picture\.png; convert"):
             assert pairs(root) == [(name, f"this is {name}\r\n") for name in found]
 
 
@@ -143,17 +135,13 @@ def test_what_is_no_line_or_document_is_named(tmp_path):
 
 def test_equal_files_are_on_one_side_of_the_split(tmp_path):
     """A file twice in a folder was in the training and in the held-out part, by its names."""
-    for i in range(40):
-        path = write(tmp_path / "d" / f"{i}.txt", f"Document {i}.")
-        (tmp_path / "d" / "again").mkdir(exist_ok=True)
-        shutil.copy(path, tmp_path / "d" / "again" / f"copy of {i}.txt")
-    for tokenizer in ("bytes", "bpe-260"):
-        corpus = prepare(str(tmp_path / "d"), tokenizer)
-        parts = [documents_in(p, corpus.tokenizer.end_of_document) for p in (corpus.train, corpus.val)]
-        train, val = ({corpus.tokenizer.decode(ids) for ids in part} for part in parts)
-        assert len(train | val) == 40
-        assert val
-        assert not train & val
+    fill(tmp_path / "d", {f"{copy}{i}.txt": f"Document {i}." for i in range(40) for copy in ("", "again ")})
+    corpus = prepare(str(tmp_path / "d"), "bytes")
+    parts = [documents_in(p, corpus.tokenizer.end_of_document) for p in (corpus.train, corpus.val)]
+    train, val = ({corpus.tokenizer.decode(ids) for ids in part} for part in parts)
+    assert len(train | val) == 40
+    assert val
+    assert not train & val
 
 
 def test_a_source_that_is_not_there_is_met_with_the_nearest(tmp_path, monkeypatch):

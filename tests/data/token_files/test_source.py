@@ -45,18 +45,15 @@ def write(*paths):
 def test_the_held_out_part_is_found_by_name():
     write(*(f"a/{name}.bin" for name in ("x_train_1", "x_train_2", "x_val_0", "x_test", ".hidden")))
     Path("a/notes.txt").write_text("text beside tokens\n")
-    Path("a/meta.bin").write_bytes(pickle.dumps({"itos": list(range(3000))}))
     write("b/train.bin", "b/val.bin", "c/train-000.bin", "c/eval.bin", "d/validation.bin", "d/valiant.bin")
-    write("e/w_train_000001.bin", "e/w_val_000001.bin")
     train, val = ["a/x_train_1.bin", "a/x_train_2.bin"], ["a/x_val_0.bin"]
     for source, found in {
-        **dict.fromkeys(("a", "a/x_*_?.bin", "a/x_train_*.bin"), (train, val)),
+        **dict.fromkeys(("a", "a/x_train_*.bin"), (train, val)),
         "a/x_train_1.bin": (train[:1], []),
         "a/x_val_0.bin": (val, []),
-        **dict.fromkeys(("b", "b/train.bin", "b/val.bin"), (["b/train.bin"], ["b/val.bin"])),
+        "b/train.bin": (["b/train.bin"], ["b/val.bin"]),
         "c": (["c/train-000.bin"], ["c/eval.bin"]),
         "d": (["d/valiant.bin"], ["d/validation.bin"]),
-        "e/w_train_*.bin": (["e/w_train_000001.bin"], ["e/w_val_000001.bin"]),
     }.items():
         assert names(source) == found, source
 
@@ -149,26 +146,12 @@ def test_token_source_refuses_an_id_beyond_the_vocabulary_with_its_place_each_ti
             open_data("y", "ids-501")
 
 
-def test_a_change_of_the_tokens_is_a_change_of_the_digest():
-    write_token_file(Path("x.bin"), [text_like(2000, end=500)], 501)
-    before = open_data("x.bin", "ids-600").digest
-    shutil.copy("x.bin", "copy.bin")
-    for same in ("x.bin", "copy.bin"):
-        assert open_data(same, "ids-600").digest == before
-    os.makedirs("d")
-    shutil.copy("x.bin", "d/val.bin")
-    shutil.copy("x.bin", "d/train.bin")
-    raw = bytearray(Path("x.bin").read_bytes())
-    raw[1030] ^= 1
-    Path("x.bin").write_bytes(raw)
-    for other in (("d", "ids-600"), ("x.bin", "ids-600"), ("copy.bin", "ids-601")):
-        assert open_data(*other).digest != before
-
-
-def test_other_tokens_under_the_old_time_are_noticed():
+def test_other_tokens_are_another_digest_also_under_the_old_time():
     """rsync, tar and cp -p set the time of the file they copy; the digest was that of the old tokens."""
     write_token_file(Path("x.bin"), [text_like(2000, end=500)], 501)
     before, was = open_data("x.bin", "ids-501").digest, os.stat("x.bin")
+    shutil.copy("x.bin", "copy.bin")
+    assert open_data("copy.bin", "ids-501").digest == before != open_data("copy.bin", "ids-502").digest
     ids = np.fromfile("x.bin", "<u2")
     for other in (60_000, 7):
         ids[513] = other

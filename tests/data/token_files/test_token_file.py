@@ -18,13 +18,7 @@ def write(path, ids, vocab_size, chunk=3):
 
 
 @pytest.mark.parametrize(
-    ("vocab_size", "magic", "version", "letter"),
-    [
-        (257, 20240520, 1, "H"),
-        (65536, 20240520, 1, "H"),
-        (65537, 20240801, 7, "I"),
-        (128256, 20240801, 7, "I"),
-    ],
+    ("vocab_size", "magic", "version", "letter"), [(65536, 20240520, 1, "H"), (65537, 20240801, 7, "I")]
 )
 def test_the_layout_is_llm_c_to_the_bit(tmp_path, vocab_size, magic, version, letter):
     path = tmp_path / "train.bin"
@@ -59,15 +53,12 @@ def with_count(raw, count):
 
 DAMAGE = [
     (lambda raw: raw[:-1], "promises 100 tokens, so 1224 bytes, and it has 1223"),
-    (lambda raw: raw[:1024], "and it has 1024"),
     (lambda raw: raw[:500], "it has 500 bytes, but the header alone has 1024"),
-    (lambda raw: b"", "it has 0 bytes"),
     (lambda raw: raw + b"\0\0", "and it has 1226"),
     (lambda raw: b"\1\2\3\4" + raw[4:], "does not begin like a token file"),
     (lambda raw: raw[:4] + struct.pack("<i", 2) + raw[8:], "version 2, 100 tokens"),
     (lambda raw: with_count(raw, -1), "-1 tokens"),
     (lambda raw: with_count(raw, 99)[:-2], "holds 99 tokens, but 100 were written"),
-    (lambda raw: with_count(raw, 50), "promises 50 tokens, so 1124 bytes"),
     (lambda raw: struct.pack("<2i", 20240801, 7) + raw[8:], "so 1424 bytes, and it has 1224"),  # of uint32
 ]
 
@@ -85,16 +76,13 @@ def test_a_damaged_file_is_refused_at_opening_with_the_way_out(tmp_path, damage,
     assert f"delete the directory {tmp_path} and prepare it again" in str(caught.value)
 
 
-def test_missing_and_empty_files_are_refused(tmp_path):
-    with pytest.raises(UserError, match="cannot be read"):
-        open_token_file(tmp_path / "train.bin")
-    write_token_file(tmp_path / "train.bin", [], 257)
-    with pytest.raises(UserError, match="holds no tokens"):
-        open_token_file(tmp_path / "train.bin")
-
-
-def test_verify_finds_what_opening_cannot(tmp_path):
+def test_missing_empty_and_changed_files_are_refused(tmp_path):
     path = tmp_path / "train.bin"
+    with pytest.raises(UserError, match="cannot be read"):
+        open_token_file(path)
+    write_token_file(path, [], 257)
+    with pytest.raises(UserError, match="holds no tokens"):
+        open_token_file(path)
     written = write(path, range(100), 257)
     raw = bytearray(path.read_bytes())
     raw[1024 + 2 * 40] ^= 1  # one bit: token 40 becomes 41

@@ -89,20 +89,6 @@ def test_a_saved_tokenizer_is_the_same_tokenizer(tokenizer, tmp_path):
     assert os.listdir(tmp_path) == ["tokenizer.json"]
 
 
-@pytest.mark.tier("thorough")
-def test_one_text_gives_one_tokenizer_whatever_the_number_of_threads(narrowgauge, tmp_path):
-    script, learn = (
-        tmp_path / "serial.py",
-        "train_bpe(['some words ' * 50 + 'more words'] * 40, 290).to_json()",
-    )
-    script.write_text(
-        f"import sys; from narrowgauge.trainer.data import train_bpe\nsys.stdout.write({learn})"
-    )
-    ended = narrowgauge(script=script, TOKENIZERS_PARALLELISM="false")
-    assert ended.code == 0, ended.err
-    assert ended.out == train_bpe(["some words " * 50 + "more words"] * 40, 290).to_json()
-
-
 def test_the_variable_for_parallelism_is_as_the_user_set_it_or_safe(monkeypatch):
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "1")
     with parallel_tokenizing():
@@ -124,7 +110,7 @@ def foreign(end, special=True):
     return library
 
 
-ENDS = {"<|endoftext|>": False, "</s>": True, "<|end_of_text|>": False, "<|bos|>": True, "[EOS]": False}
+ENDS = {"<|endoftext|>": False, "</s>": True, "[EOS]": False}
 
 
 @pytest.mark.parametrize(("end", "special"), ENDS.items())
@@ -161,9 +147,7 @@ def test_names_choose_tokenizers(tmp_path):
     learnt.save(tmp_path / "tokenizer.json")
     assert make_tokenizer("bytes", TEXTS).is_bytes
     assert make_tokenizer("bpe-260", TEXTS).vocab_size == 260
-    for name in (str(tmp_path), str(tmp_path / "tokenizer.json")):
-        assert make_tokenizer(name, []).to_json() == learnt.to_json()
-    assert tokenizer_identity("bpe-260") == "bpe-260"
+    assert make_tokenizer(str(tmp_path), []).to_json() == learnt.to_json()
     before = tokenizer_identity(str(tmp_path))
     train_bpe(TEXTS, 290).save(tmp_path / "tokenizer.json")
     assert tokenizer_identity(str(tmp_path)) != before
