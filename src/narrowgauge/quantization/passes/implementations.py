@@ -21,6 +21,12 @@ from narrowgauge.system.devices import Device
 ROW_PLACES = ("fprop.x", "fprop.w")
 
 MOST_CANDIDATES = 8  # as in `narrow.h`
+#: The values that kernels and C passes know, in the order of `narrow.h`; torch computes a cast with another.
+ORDER = {
+    "rounding": ("nearest-even", "half-away", "toward-zero", "stochastic"),
+    "scale_rule": ("floor", "ceil", "even", "rceil"),
+    "choose": ("mae", "mse", "max"),
+}
 CONVERSION, KERNEL, PASSES, TORCH = "torch conversion", "Triton kernel", "C passes", "torch operations"
 
 
@@ -104,5 +110,6 @@ def passes_gap(cast: Cast) -> str:
 
 
 def _key_gap(name: str, cast: Cast, engine: Consumer) -> str:
-    unknown = cast.unsupported(engine)
+    others = (key for key in ORDER if (value := getattr(cast, key)) and value not in ORDER[key])
+    unknown = *cast.unsupported(engine), *others
     return f"no {name} implements {', '.join(unknown)}" if unknown else ""

@@ -27,30 +27,18 @@ from typing import Any
 
 import torch
 
-from narrowgauge.formats import (
-    RANDOM_BITS,
-    ROUNDINGS,
-    Format,
-    RandomStream,
-    codes_of,
-    decode,
-    format,
-    round_finite,
-)
+from narrowgauge.formats import RANDOM_BITS, Format, RandomStream, codes_of, decode, format, round_finite
 from narrowgauge.quantization.blocks import Blocks
 from narrowgauge.quantization.cast import Cast
 from narrowgauge.quantization.passes import build
-from narrowgauge.quantization.passes.implementations import MOST_CANDIDATES, passes_gap
+from narrowgauge.quantization.passes.implementations import MOST_CANDIDATES, ORDER, passes_gap
 from narrowgauge.quantization.passes.in_torch import Narrowed, Split
 from narrowgauge.quantization.scales import Scales
 from narrowgauge.system.devices import is_shape_only
 from narrowgauge.system.torch_compat import extension_file, unobserved
 
 A_THREAD = 2**15  # elements per thread, as in torch's operations
-# In the order of `narrow.h`.
-ROUNDING_MODES = ("nearest-even", "half-away", "toward-zero", "stochastic")
-SCALE_RULES = ("floor", "ceil", "even", "rceil", "fp32", "nvfp4", "rounded")
-CHOICES = ("mae", "mse", "max")
+SCALE_RULES = (*ORDER["scale_rule"], "fp32", "nvfp4", "rounded")  # in the order of `narrow.h`
 SIZES = ("batch", "rows", "columns", "block_rows", "block_columns")
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2}
 _RESULTS = ("values", "stored", "codes", "scales", "sums")
@@ -298,7 +286,7 @@ def _cast(cast: Cast) -> CastInC:
     rule = "fp32" if cast.scale == "fp32" else cast.scale_rule
     rule = rule or ("nvfp4" if cast.has_nvfp4_scales else "rounded")
     found = CastInC(Grid.of(cast.element), Grid.of(fmt))
-    found.rounding, found.random_bits = ROUNDING_MODES.index(cast.rounding), cast.random_bits
+    found.rounding, found.random_bits = ORDER["rounding"].index(cast.rounding), cast.random_bits
     found.rule, found.emax, found.keeps_power = SCALE_RULES.index(rule), cast.element.emax, cast.power_of_two
     found.half, found.aim, found.target = 1 << (22 - cast.element.fraction_bits), cast.aim, cast.target
     found.factor = 1 / cast.aim if rule in ("rceil", "nvfp4") else cast.aim
@@ -307,7 +295,7 @@ def _cast(cast: Cast) -> CastInC:
     found.largest = (
         cast.target * cast.element.max * cast.headroom if cast.has_nvfp4_scales else cast.target * cast.aim
     )
-    found.choose, found.candidates = CHOICES.index(cast.choose or "mae"), len(candidates)
+    found.choose, found.candidates = ORDER["choose"].index(cast.choose or "mae"), len(candidates)
     found.stretch[: len(candidates)] = [cast.element.max / candidate for candidate in candidates]
     return found
 
@@ -431,9 +419,9 @@ def _is_right(found: ctypes.CDLL) -> bool:
     ramp = torch.arange(4099, dtype=torch.float32, device="cpu") / 4099
     x, random = (ramp * 15 - 7.5) * (2 * ramp) ** 8, ramp
     block, encode = torch.ones_like(ramp[:1]), torch.full_like(ramp[:1], 0.875)
-    for mode, name in itertools.product(ROUNDINGS, ("e2m1", "e4m3", "int8")):
+    for mode, name in itertools.product(ORDER["rounding"], ("e2m1", "e4m3", "int8")):
         out = torch.empty_like(x)
-        rounding = {"rounding": ROUNDING_MODES.index(mode), "random_bits": RANDOM_BITS}
+        rounding = {"rounding": ORDER["rounding"].index(mode), "random_bits": RANDOM_BITS}
         one = Narrow(
             ctypes.pointer(CastInC(Grid.of(format(name)), **rounding)),
             **dict(zip(SIZES, (1, 1, 4099, 1, 4099), strict=True)),
