@@ -5,7 +5,7 @@ from dataclasses import fields
 from typing import Any
 
 from narrowgauge.formats import RANDOM_BITS, Format, format
-from narrowgauge.quantization.keys import CODEBOOKS, E8M0_RULES, ROUNDED, SCALES, Key
+from narrowgauge.quantization.keys import E8M0_RULES, ROUNDED, SCALES, Key
 from narrowgauge.system.errors import UserError, unknown
 
 #: (key, whether its value is valid, the rule as a clause), which holds for a value other than the default.
@@ -109,8 +109,7 @@ def _rules_of_values(c: Any) -> Iterator[Rule]:
         "current; leave it out"
     )
     as_it_comes = "what is held is of the tensor as it comes; leave out hadamard, center and outliers"
-    is_map = c.codebook in CODEBOOKS and fp32 and c.rounding == "nearest-even" and not c.expand
-    maps = f"{' and '.join(CODEBOOKS)} are possible, with fp32 scales and the nearest number"
+    is_map = fp32 and c.rounding == "nearest-even" and not c.expand
     is_byte = fp32 and is_tensor and not c.history and c.element.bits == 8
     yield "keep_channels", 0 <= c.keep_channels < 1, share
     yield "keep_channels", bool(c.keep_cast), "their cast is missing; add keep_cast"
@@ -136,5 +135,5 @@ def _rules_of_values(c: Any) -> Iterator[Rule]:
     yield "history", fp32 and is_tensor, "it needs one fp32 scale a tensor"
     yield "estimator_k", fp32, "it needs fp32 scales"
     yield "expand", fp32 and not is_tensor, "it needs fp32 scales of blocks, as fp8-1x128 has"
-    yield "codebook", is_map, maps
+    yield "codebook", is_map, "a map has fp32 scales and takes the nearest number"
     yield "prescale", is_byte, "it needs codes of a byte under one fp32 scale a tensor, as e4m3 has"

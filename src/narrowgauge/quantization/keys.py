@@ -27,7 +27,6 @@ from narrowgauge.formats import RANDOM_BITS, ROUNDINGS, Format
 SCALES = ("none", "fp32", "bf16", "e8m0", "e4m3", "e5m3")
 ROUNDED = ("bf16", "e4m3", "e5m3")  # formats to which the quotient amax / max is rounded
 E8M0_RULES = ("floor", "ceil", "even", "rceil")
-CODEBOOKS = ("dynamic", "dynamic-unsigned")
 
 
 class Consumer(Flag):
@@ -193,7 +192,7 @@ class Keys:
     compensate: bool = key(False, _TRANSFORM | C.SOURCE | C.KEPT | C.ROWS | C.TOKENWISE | C.ANY_AXIS)
     #: Whether each block of state is first stretched to the format's full range (`state.quantized_state`).
     expand: bool = key(False, _STATE | C.C | C.MEMORYLESS)
-    #: The table that codes of state index, one of `CODEBOOKS`, or "" for none; with a table, the element
+    #: The table that codes of state index, a name of `code_values`, or "" for none; with a table, the element
     #: only specifies the width of a code.
     codebook: str = key("", _STATE | C.MEMORYLESS, kind=())
     #: Whether the scale of a stored gradient is multiplied by a factor that adapts to the room it needs
