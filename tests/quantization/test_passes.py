@@ -11,7 +11,7 @@ import torch
 from narrowgauge.formats import RandomStream, random_stream
 from narrowgauge.quantization import QuantContext, emulate, make_cast, quantize_in_context
 from narrowgauge.quantization.blocks import blocks_of
-from narrowgauge.quantization.passes import build, in_c, in_torch
+from narrowgauge.quantization.passes import build, implementations, in_c, in_torch
 from narrowgauge.quantization.passes.in_torch import Split
 from narrowgauge.quantization.quantize import block_amax
 from narrowgauge.quantization.scales import scales_from
@@ -226,3 +226,12 @@ def test_a_part_of_a_tensor_without_numbers_is_not_read(name):
     for x in (part, part[1], part[0, 5:]):
         values, _ = emulate(x, make_cast(name), -1, torch.bfloat16)
         assert (values.is_meta, values.shape) == (True, x.shape)
+
+
+def test_a_value_that_no_engine_knows_is_for_torch(monkeypatch):
+    monkeypatch.setitem(implementations.ORDER, "scale_rule", ("floor",))
+    gaps = [
+        gap.__wrapped__(make_cast("mxfp8"))
+        for gap in (implementations.passes_gap, implementations.kernel_gap)
+    ]
+    assert gaps == ["no C pass implements scale_rule", "no Triton kernel implements scale_rule"]
