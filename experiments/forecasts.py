@@ -211,6 +211,24 @@ def nanochat() -> str:
     return table(lines)
 
 
+def up_to(params: float) -> Score:
+    """The points above a billion parameters, forecast from those of at most `params`."""
+    observed = [one for one in observations(read_atlas()) if one.setting.parts]
+    laws = fit_laws([one for one in observed if one.setting.params <= params])
+    held = [one for one in observed if one.setting.params > 1e9]
+    found = [laws.predict(one.setting) for one in held]
+    return Score([Interval(p.gap, *p.interval()) for p in found], [one.gap for one in held])
+
+
+def more() -> str:
+    """What larger runs add to the forecasts of the points above a billion parameters."""
+    lines: list[Sequence[str]] = [("runs of at most", "points", "mean error, %", "in the 90 % interval")]
+    for params in (6e7, 1.2e8, 2.5e8, 1e9):
+        score = up_to(params)
+        lines.append((f"{params / 1e6:g} M", f"{len(score)}", f"{score.error:.3f}", f"{score.coverage:.1%}"))
+    return table(lines)
+
+
 def large() -> str:
     """Large published runs, forecast from all points of at most 210 million parameters."""
     laws = fit_laws([one for one in observations(read_atlas()) if one.setting.params < 2.1e8])
@@ -412,6 +430,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "units": units,
         "sizes": sizes,
         "nanochat": nanochat,
+        "more": more,
         "large": large,
         "laws": laws,
         "kappas": kappas,

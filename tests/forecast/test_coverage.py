@@ -24,3 +24,11 @@ def test_nine_of_ten_points_left_out_lie_in_their_intervals(what, key):
         share = statistics.mean(score.coverage for score in scores.values())
         print(f"{what}, {curve}: {share:.1%} of {len(scores)} folds, {forecasts.pooled(scores).coverage:.1%}")
         assert curve != "both" or 0.85 <= share <= 0.95
+
+
+def test_larger_runs_improve_forecasts_of_still_larger_ones():
+    """Over all points above a billion parameters; single ones may be missed by more."""
+    small, large = forecasts.up_to(6e7), forecasts.up_to(1e9)
+    assert len(small) == len(large) > 100
+    assert large.error < small.error
+    assert min(small.coverage, large.coverage) > 0.8
