@@ -42,8 +42,12 @@ def token_mean(x: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def less_mean(x: np.ndarray, mean: np.ndarray) -> np.ndarray:
-    """Every value minus the mean of its column, rounded to float32."""
-    return np.vectorize(lambda v, m: float(fl(Fraction(v) - Fraction(m))), otypes=[np.float64])(x, mean)
+    """Every value minus the mean of its column, rounded to float32; what is 0 has the sign of IEEE 754."""
+
+    def less(v: float, m: float) -> float:
+        return float(fl(Fraction(v) - Fraction(m))) or v - m
+
+    return np.vectorize(less, otypes=[np.float64])(x, mean)
 
 
 SIGNS_16 = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
