@@ -19,16 +19,14 @@ def test_a_new_family_is_as_lucky_as_families_are_whatever_its_size(params):
 @pytest.mark.tier("nightly")
 @pytest.mark.parametrize(("what", "key"), forecasts.LEFT_OUT)
 def test_nine_of_ten_points_left_out_lie_in_their_intervals(what, key):
-    """The points of a fold share its luck, so each fold counts once; `pytest -s` prints the table."""
+    """The points of a fold share its luck, so each fold counts once."""
     for curve, scores in forecasts.scored(forecasts.folds(observations(read_atlas()), key)).items():
         share = statistics.mean(score.coverage for score in scores.values())
-        print(f"{what}, {curve}: {share:.1%} of {len(scores)} folds, {forecasts.pooled(scores).coverage:.1%}")
-        assert curve != "both" or 0.85 <= share <= 0.95
+        assert curve != "both" or 0.85 <= share <= 0.95, f"{what}: {share:.1%} of {len(scores)} folds"
 
 
 def test_larger_runs_improve_forecasts_of_still_larger_ones():
     """Over all points above a billion parameters; single ones may be missed by more."""
     small, large = forecasts.up_to(6e7), forecasts.up_to(1e9)
-    assert len(small) == len(large) > 100
     assert large.error < small.error
     assert min(small.coverage, large.coverage) > 0.8

@@ -12,9 +12,7 @@ from probe_kappa import TABLE, compared, kappa
 
 def test_every_recipe_of_the_table_is_a_scheme_with_a_kappa():
     table = json.loads(TABLE.read_text(encoding="utf-8"))
-    assert {"command", "date", "machine", "model", "step", "tokens"} <= table.keys()
     rows = compared(table)
-    assert len(rows) >= 10
     assert {row["scheme"] for row in rows} == set(table["recipes"])
     for row in rows:
         assert scheme(row["scheme"]).recipe.is_narrow
@@ -25,8 +23,7 @@ def test_every_recipe_of_the_table_is_a_scheme_with_a_kappa():
 
 def test_kappa_is_the_gap_at_a_hundred_tokens_per_parameter():
     forward, points, is_forward = kappa("nvfp4-forward")
-    assert points == 22
-    assert is_forward
+    assert (points, is_forward) == (22, True)
     assert forward == pytest.approx(1.83, abs=0.01)
     backward, _, is_forward = kappa("nvfp4-eden-backward")
     assert not is_forward
