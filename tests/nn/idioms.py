@@ -5,13 +5,14 @@ format that stores gradients. Those that write are in `idioms_of_writing.py`.
 """
 
 import copy
-import io
 
 import safetensors.torch
 import torch
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
+
+from nn.own_loop import through_a_file
 
 
 def batch(seed=1, rows=32):
@@ -32,13 +33,6 @@ def weights(m):
 
 def loss_of(m, seed=1):
     return m(batch(seed)).square().mean()
-
-
-def through_torch(saved):
-    file = io.BytesIO()
-    torch.save(saved, file)
-    file.seek(0)
-    return list(torch.load(file, weights_only=True).values())
 
 
 def through_safetensors(tensors):
@@ -72,7 +66,7 @@ READS |= {
     ],
     "copies_in_a_plain_weight": lambda m: torch.empty(64, 32).copy_(m[0].weight.detach()),
     "foreach_norms": lambda m: torch._foreach_norm([p.detach() for p in m.parameters()]),
-    "saved_parameters": lambda m: through_torch(dict(m.named_parameters())),
+    "saved_parameters": lambda m: list(through_a_file(dict(m.named_parameters())).values()),
     "safetensors_of_a_state_dict": lambda m: through_safetensors(m.state_dict()),
     "safetensors_of_parameters": lambda m: through_safetensors(dict(m.named_parameters())),
 }

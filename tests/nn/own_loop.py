@@ -1,5 +1,6 @@
 """What the tests of a custom training loop share: a small model, its training, the rows of the page."""
 
+import io
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,8 @@ ROWS = {
     "a second derivative (gradient penalties, Hessians)",  # test_second_derivative.py
     "adapters around a layer (LoRA)",  # test_own_loop.py: as PEFT lays them
     "Hugging Face `Trainer`",  # integrations/test_transformers.py
+    "optimizers of torch's, schedule-free, bitsandbytes",  # test_other_optimizers.py
+    "`torch.save` of a state dict",  # optim/test_loop_state.py
     "gradient accumulation",  # test_laws.py, test_weight_state.py
     "tied weights",  # test_laws.py, test_weight_state.py
     "both `state_dict`s, as DCP, accelerate and Lightning save them: resume",  # optim/test_loop_state.py
@@ -54,6 +57,13 @@ def go_on(m, optimizer, numbers, run=None, says_step=False):
         optimizer.step()
         optimizer.zero_grad()
     return numbers_of(m)
+
+
+def through_a_file(saved, weights_only=True):
+    file = io.BytesIO()
+    torch.save(saved, file)
+    file.seek(0)
+    return torch.load(file, weights_only=weights_only)
 
 
 def numbers_of(m):

@@ -73,29 +73,6 @@ def test_fp32_is_the_model_itself(kind):
             torch.testing.assert_close(got[name], t, rtol=1e-4, atol=1e-6)
 
 
-@every_model
-def test_which_layers_and_that_a_state_dict_goes_back_into_an_unconverted_model(kind):
-    model, plain = make(kind), make(kind)
-    parameters = list(model.parameters())
-    layers = linears(convert(model, "nvfp4", keep="*.experts.2.down_proj" if kind in MIXTURES else ()))
-    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
-    last = {"gpt2": "transformer.h.2."}.get(kind, f"model.layers.{1 if kind in MIXTURES else 2}.")
-    experts = {"model.layers.0.mlp.experts.2.down_proj"} if kind in MIXTURES else set()
-    kept = {n for n, m in layers.items() if not m.recipe.is_narrow}
-    assert kept == {"lm_head", *experts, *(n for n in layers if n.startswith(last))}
-    count = {"gpt2": 3 * 4, "llama": 3 * 7, "qwen2": 3 * 7}.get(kind)
-    assert len(layers) - 1 == count or len([n for n in layers if ".experts." in n]) == 2 * 2 * E
-    assert kind != "gpt2" or all(layers[n].spec.transposed for n in layers.keys() - {"lm_head"})
-    assert kind not in ("gpt2", "qwen2") or model.lm_head.weight is model.get_input_embeddings().weight
-    convert(model, "fp32")
-    assert list(model.state_dict()) == list(plain.state_dict())
-    with torch.no_grad():
-        for p in model.parameters():
-            p.mul_(1.5)
-        plain.load_state_dict(model.state_dict())
-        torch.testing.assert_close(model(IDS).logits, plain(IDS).logits, rtol=1e-4, atol=1e-5)
-
-
 def first_experts(model):
     return model.model.layers[0].mlp.experts
 
@@ -129,18 +106,6 @@ def test_each_expert_computes_as_a_linear_layer_of_its_slice(kind, under):
     weights = torch.rand(50, 1, generator=g)
     with torch.no_grad():
         assert torch.equal(experts(x, chosen, weights), by_hand(plain, under, x, chosen, weights))
-
-
-@pytest.mark.parametrize("under", ["mxfp4", "fp8-delayed"])
-@every_mixture
-def test_without_tokens_there_are_zeros_and_gradients_of_zero(kind, under):
-    """A process may have none, where a batch is divided."""
-    experts, x = first_experts(convert(make(kind), under)), torch.zeros(0, D, requires_grad=True)
-    y = experts(x, torch.zeros(0, 2, dtype=torch.int64), torch.zeros(0, 2))
-    assert y.shape == (0, D)
-    y.sum().backward()
-    assert x.grad.shape == x.shape
-    assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in experts.parameters())
 
 
 def test_copies_recomputation_and_both_state_dicts_give_the_same_random_bits():

@@ -12,7 +12,6 @@ import torch
 from narrowgauge.formats import random_stream, round_to
 from narrowgauge.nn import Linear, convert
 from narrowgauge.nn.linear import accumulating
-from narrowgauge.optim import AdamW
 from narrowgauge.quantization import Cast, QuantContext, estimator_slope, quantize_in_context
 from narrowgauge.recipes import GEMM_PLACES, Recipe, recipe
 from narrowgauge.system.errors import UserError
@@ -210,14 +209,3 @@ def test_what_is_no_input_is_refused(name):
     for wrong in NO_INPUTS:
         with pytest.raises(UserError, match=r"the input of a layer has .*: give a tensor \(\.\.\., 64\)"):
             m(wrong)
-
-
-@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors is a no-op")
-@pytest.mark.parametrize("name", ["fp32", "fp8-delayed", "nvfp4", "bf16-sr", "msamp-o1", "msamp-o3", "eco"])
-def test_a_layer_without_inputs_returns_its_bias(name):
-    layer = convert(torch.nn.Linear(0, 4), name, keep=[])
-    y = layer(torch.zeros(3, 0))
-    assert torch.equal(y, layer.bias.expand(3, 4).to(y.dtype))
-    optimizer = AdamW(layer.parameters(), name)
-    y.sum().backward()
-    optimizer.step()

@@ -103,17 +103,6 @@ def test_ddp_is_refused_where_gradients_would_be_lost(case):
     assert all(p.grad is not None for p in m.parameters())
 
 
-@pytest.mark.filterwarnings("ignore:converted .* matmul weights")  # its attention's
-@pytest.mark.parametrize("name", ["mxfp4", "msamp-o2"])
-def test_torchs_encoder_computes_under_the_recipe_in_evaluation_too(name):
-    torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
-    encoder, x = ng.convert(nn.TransformerEncoder(layer, 2), name), torch.randn(2, 8, 64)
-    expected = encoder.train()(x)
-    with torch.no_grad():
-        torch.testing.assert_close(encoder.eval()(x), expected, rtol=1e-5, atol=1e-5)
-
-
 def steps(m, count):
     """Optimizer steps of two micro-batches each, which say no step."""
     optimizer = torch.optim.SGD(m.parameters(), lr=1e-3)

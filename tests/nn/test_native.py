@@ -113,15 +113,7 @@ def test_the_arguments_mean_the_same_numbers_and_torch_takes_them_for_a_gpu(a, b
     assert result.shape[1] >= n
 
 
-@pytest.mark.parametrize(
-    ("a", "b", "is_fast"),
-    [
-        ("e4m3", "e4m3", True),
-        ("fp8-row", "fp8-row", True),
-        ("fp8-1x128", "fp8-128x128", False),
-        ("nvfp4", "nvfp4", False),
-    ],
-)
+@pytest.mark.parametrize(("a", "b", "is_fast"), [("e4m3", "e4m3", True), ("fp8-1x128", "fp8-128x128", False)])
 def test_products_in_blocks_are_summed_in_fp32(a, b, is_fast, monkeypatch):
     """Only the call itself is left out: no CPU has matmuls in blocks."""
     asked = {}
@@ -149,13 +141,12 @@ def test_a_product_on_torchs_cpu_kernel(a, b):
     assert torch.equal(native_product(x, w, torch.bfloat16), torch.full((4, 3), 2.0).bfloat16())
 
 
-def layer_products(name, native, k, bias=True, poison=0.0, saved=""):
+def layer_products(name, native, k, bias=True, saved=""):
     """(y, dx, dw) of a layer's second step, with tokens of one shape for each number of inputs."""
     places = {"saved": saved} if saved else {}
     layer = make(recipe(name).with_places(places), k, 24, bias)
     layer.spec = replace(layer.spec, native=native)  # what a GPU of the right generation decides
     x, dy = batch(*{32: (40,), 33: (2, 5), 7: (1,), 48: (2, 3, 4)}[k], k=k, n=24)
-    x.view(-1, k)[0, 5] += poison
     return steps(layer, x.bfloat16().requires_grad_(), dy.bfloat16())[-4 if bias else -3 :][:3]
 
 

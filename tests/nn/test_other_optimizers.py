@@ -126,8 +126,6 @@ def test_an_optimizer_that_loses_a_recipes_moments_is_named_once(name):
     ("recipe", "is_whole", "sets_step", "is_warned"),
     [
         ("nvfp4", False, False, True),
-        ("fp8-delayed", False, False, True),
-        ("nvfp4", True, False, False),
         ("fp8-delayed", True, False, False),
         ("nvfp4", False, True, False),  # bits follow from the step
         ("fp8", False, False, False),  # there are none

@@ -1,7 +1,5 @@
 """Blocks and heads of any model, by its structure: what `last_blocks` and `head` mean in it."""
 
-import functools
-
 import pytest
 import torch
 from torch.nn import Embedding, LayerNorm, ModuleList, ReLU, Sequential
@@ -70,19 +68,6 @@ class UNet(torch.nn.Module):
         return x
 
 
-class Wrapped(UNet):
-    @functools.wraps(UNet.forward)
-    def forward(self, *args, **kwargs):
-        return super().forward(*args, **kwargs)
-
-
-class InParts(UNet):
-    """A forward method that names only some of the blocks: the order of the model holds."""
-
-    def forward(self, x):
-        return self.mid_block(self.run(x))
-
-
 def two_stacks():
     return model_of(encoder=blocks(3), decoder=blocks(2))
 
@@ -115,8 +100,6 @@ KEPT = {
     "nor are they without a list": (lambda: model_of(l1=Mixture(), l2=Mixture(), l3=Mixture()), LAST, {"l3"}),
     "several stacks are counted through": (two_stacks, LAST, {"decoder.1"}),
     "last in the forward pass": (UNet, LAST, {"up_blocks.2"}),
-    "a wrapped forward pass": (Wrapped, LAST, {"up_blocks.2"}),
-    "a forward pass in parts": (InParts, LAST, {"mid_block.resnets.1"}),
     "a sequence's members of one class": (sides, LAST, {"3"}),
     "sequences in a sequence": (sequence, LAST, {"2"}),
     "numbers in names": (lambda: model_of(block1=Mlp(), block2=Mlp(), other=Mlp()), LAST, {"block2"}),

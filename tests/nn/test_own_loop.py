@@ -12,28 +12,12 @@ from torch.utils.checkpoint import checkpoint
 
 import narrowgauge as ng
 from narrowgauge.quantization import gradient_of, has_gradient
-from narrowgauge.system.errors import UserError
 from nn.layers import COVER
-from nn.own_loop import NARROW, assert_same, batch, model, numbers_of, row, train
+from nn.own_loop import assert_same, batch, model, numbers_of, row, train
 
 
 def backward(m, number=1):
     m(batch(number)).square().sum().backward()
-
-
-@row("optimizers of torch's, schedule-free, bitsandbytes")
-def test_an_optimizer_of_torchs(name):
-    m, alone = model(name), model(name)
-    for each in (m, alone):
-        backward(each)
-    optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
-    if name in NARROW:  # others in test_other_optimizers.py
-        with pytest.raises(UserError, match="while its gradient waits for an optimizer"):
-            optimizer.step()
-        return
-    optimizer.step()
-    for p, other in zip(m.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(p.detach(), other - 0.1 * other.grad)
 
 
 @row("`clip_grad_norm_`, torch's or the optimizer's")

@@ -4,7 +4,6 @@ Each test is a row of the table in docs/how-to/your-own-loop.md.
 """
 
 import copy
-import io
 
 import pytest
 import torch
@@ -13,14 +12,7 @@ from torch import nn
 import narrowgauge as ng
 from narrowgauge.quantization import state_of
 from nn.layers import COVER
-from nn.own_loop import NARROW, assert_same, batch, go_on, model, numbers_of, row, train
-
-
-def through_a_file(saved, weights_only):
-    file = io.BytesIO()
-    torch.save(saved, file)
-    file.seek(0)
-    return torch.load(file, weights_only=weights_only)
+from nn.own_loop import NARROW, assert_same, batch, go_on, model, numbers_of, row, through_a_file, train
 
 
 @row("`copy.deepcopy`", COVER)
@@ -41,13 +33,6 @@ def test_state_dict_both_ways(name):
     back = model(name, seed=5)
     back.load_state_dict(plain.state_dict())
     assert_same(numbers_of(back), trained)
-
-
-@row("`torch.save` of a state dict")
-def test_saved_state(name):
-    m = model(name)
-    trained = train(m, name)
-    assert_same(through_a_file(m.state_dict(), weights_only=True), trained)
 
 
 @row("`torch.save` of the whole model")

@@ -1,7 +1,5 @@
 """Steps of a loop that does not say them: accumulation, evaluation and recomputation begin none."""
 
-from copy import deepcopy
-
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -77,29 +75,3 @@ def test_a_loop_without_an_optimizer_says_its_steps(sets_first):
         if step < 3:
             ng.step(m)
     assert ended(m) == ended(alone) == 2
-
-
-def through_two_passes(m, optimizer, steps, call=None):
-    """Train with losses of two forward passes each."""
-    for step in steps:
-        a, b = ((call or m)(scale * batch(step).requires_grad_()) for scale in (1, 5))
-        (a - b).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-@pytest.mark.parametrize("name", [RECIPE, "nvfp4"])
-def test_a_loss_of_two_passes_is_resumed_and_recomputed_to_the_same_numbers(name):
-    m, recomputed, again = (model(name) for _ in range(3))  # the last has heard of no step
-    optimizers = [torch.optim.SGD(each.parameters(), lr=1e-2) for each in (m, recomputed, again)]
-    through_two_passes(m, optimizers[0], range(3))
-    saved = deepcopy(ng.state_dict(m, optimizers[0]))
-    through_two_passes(m, optimizers[0], range(3, 5))
-    ng.load_state_dict(again, optimizers[2], saved)
-    through_two_passes(again, optimizers[2], range(3, 5))
-    call = lambda x: checkpoint(recomputed, x, use_reentrant=False)  # noqa: E731
-    through_two_passes(recomputed, optimizers[1], range(5), call)
-    # Before the first optimizer step each pass is one, so that a history has moved on when it is recomputed.
-    for other in (again, recomputed) if name == "nvfp4" else (again,):
-        assert_same(histories(other), histories(m))
-        assert_same(other.state_dict(), m.state_dict())

@@ -3,11 +3,10 @@
 import pytest
 import torch
 
-from narrowgauge.nn import Linear, convert, recipe_tensors, set_step
+from narrowgauge.nn import Linear, convert, set_step
 from narrowgauge.optim import AdamW
 from narrowgauge.quantization import (
     GradientState,
-    NarrowTensor,
     QuantizedState,
     gradient_of,
     make_cast,
@@ -17,17 +16,9 @@ from narrowgauge.quantization import (
 )
 from narrowgauge.recipes import parse_recipe, recipe
 from narrowgauge.trainer.models import Transformer, initialize, model_config
-from nn.layers import COVER, batch, same
+from nn.layers import batch, same
 
 K, N = 96, 64
-#: By recipe, the dtype in which weights are stored, and the relative error of one rounding.
-STORED = {
-    "bf16-sr": (torch.bfloat16, 2.0**-8),
-    "msamp-o1": (torch.float16, 2.0**-11),
-    "msamp-o2": (torch.float16, 2.0**-11),
-    "msamp-o3": (torch.float8_e4m3fn, 2.0**-4),
-    "coat": (torch.float32, 0.0),
-}
 BYTES = {"bf16": 16, "fp8": 16, "bf16-sr": 12, "msamp-o1": 11, "msamp-o2": 6, "msamp-o3": 7}
 
 
@@ -54,30 +45,7 @@ def test_bytes_a_parameter(name):
     assert BYTES[name] <= sum(stored.values()) / (K * N) < 1.01 * BYTES[name]
 
 
-@pytest.mark.parametrize("name", STORED)
-def test_the_parameter_shows_values_and_its_record_stores_codes(name):
-    torch.manual_seed(0)
-    plain = torch.nn.Sequential(torch.nn.Linear(K, N))
-    before = {key: t.clone() for key, t in plain.state_dict().items()}
-    m, (dtype, rounding) = convert(plain, name), STORED[name]
-    w = m[0].weight
-    assert isinstance(w, torch.nn.Parameter)
-    assert w.dtype == m[0].bias.dtype == torch.float32
-    assert stored_tensor(w).dtype == dtype
-    assert isinstance(w, NarrowTensor) == (name != "coat")
-    saved = m.state_dict()
-    assert list(saved) == list(before)
-    assert all(t.is_floating_point() and t.element_size() > 1 for t in saved.values())
-    torch.testing.assert_close(saved["0.weight"].float(), before["0.weight"], rtol=rounding, atol=1e-3)
-    # What a checkpoint holds beside parameters.
-    expected = {"msamp-o1": {"0.weight.scale"}, "msamp-o2": {"0.weight.scale"}}
-    expected["msamp-o3"] = {"0.weight.scales", "0.master.values", "0.master.scale"}
-    learning = ("grad", "reduce") if name.startswith("msamp") else ()
-    prescale = {f"0.{place}.{key}" for place in learning for key in ("mu", "overflowed")}
-    assert set(recipe_tensors(m)) == expected.get(name, set()) | prescale
-
-
-@pytest.mark.parametrize("name", STORED)
+@pytest.mark.parametrize("name", ["bf16-sr", "msamp-o1", "msamp-o2", "msamp-o3", "coat"])
 def test_products_see_the_stored_numbers(name):
     layer, (x, dy) = make(name), batch()
     plain = torch.nn.Linear(K, N)
@@ -161,21 +129,3 @@ def test_what_stays_wide_and_what_has_no_gradient():
     model(batch()[0]).sum().backward()
     assert [state_of(model[i].weight).gradient.is_empty for i in (0, 2)] == [True, False]
     assert model[0].bias.grad is not None
-
-
-@pytest.mark.tier("thorough", keep=("mxfp8", "quartet2"))
-@pytest.mark.parametrize("name", [n for n in COVER if n != "fp16"])
-def test_any_products_go_with_any_state(name):
-    state = {"weight": "bf16", "master": "fp16-scaled", "grad": "mxfp8", "m": "coat", "v": "bf16"}
-    r = recipe(name).with_places({**state, "attention": recipe(name).compute})
-    torch.manual_seed(0)
-    model = convert(torch.nn.Sequential(torch.nn.Linear(K, N), torch.nn.Linear(N, K)), r)
-    optimizer, x, losses = AdamW(model.parameters(), r, lr=1e-2), batch()[0], []
-    for n in range(6):
-        set_step(model, 0, n + 1, 0, steps=6, decay=4)
-        optimizer.zero_grad()
-        loss = (model(x) - x).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < losses[1]

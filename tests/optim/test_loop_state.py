@@ -1,7 +1,6 @@
 """A saved model and optimizer continue to the same digits, whoever saves them, or are refused."""
 
 import copy
-import io
 import warnings
 
 import pytest
@@ -16,7 +15,7 @@ from narrowgauge.kernels.residual import Residual
 from narrowgauge.nn import recipe_tensors
 from narrowgauge.recipes import recipe, recipe_names
 from narrowgauge.system.errors import UserError
-from nn.own_loop import is_on_page
+from nn.own_loop import is_on_page, through_a_file
 
 STEPS = 6
 NARROW = ("fp8-delayed", "nvfp4", "msamp-o3", "bf16-sr")
@@ -43,13 +42,6 @@ def train(m, optimizer, steps, says_step=False):
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
-
-
-def through_a_file(state):
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 def tensors_of(m, optimizer):

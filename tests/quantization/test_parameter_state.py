@@ -1,7 +1,6 @@
 """The record of a parameter: one attribute, attached only where there is something to say, and never lost."""
 
 import copy
-import io
 
 import pytest
 import torch
@@ -24,6 +23,7 @@ from narrowgauge.quantization import (
 )
 from narrowgauge.quantization.state.parameter_state import SMALLEST_NARROW, is_large
 from narrowgauge.recipes import recipe
+from nn.own_loop import through_a_file
 
 K, N = 96, 128
 NARROW = ["bf16-sr", "msamp-o1", "msamp-o2", "msamp-o3"]
@@ -36,13 +36,6 @@ def layer(of="msamp-o3", index=None):
     if index is not None:
         ensure_state(made.weight).index = index
     return made
-
-
-def saved_and_loaded(thing, **how):
-    file = io.BytesIO()
-    torch.save(thing, file)
-    file.seek(0)
-    return torch.load(file, **how)
 
 
 def assert_one(layer, index):
@@ -84,7 +77,7 @@ def test_a_plain_weight_carries_nothing(name):
     """So that other programs read it when it is saved."""
     p = layer(name).weight
     assert vars(p) == {}
-    assert torch.equal(saved_and_loaded(p, weights_only=True), p)
+    assert torch.equal(through_a_file(p, weights_only=True), p)
 
 
 @pytest.mark.parametrize("name", NARROW)
@@ -93,7 +86,7 @@ def test_a_record_is_all_that_a_weight_carries_and_goes_with_a_copy_and_a_file(n
     assert set(vars(one.weight)) == {"narrowgauge", "views", "_is_param"}
     assert set(state_of(one.weight).by_place()) - {"master"} == {"weight", "grad"}
     before = master_or_weight(one.weight).clone()
-    two, three = copy.deepcopy(one), saved_and_loaded(one, weights_only=False)
+    two, three = copy.deepcopy(one), through_a_file(one, weights_only=False)
     for each in (one, two, three):
         assert_one(each, 7)
         assert torch.equal(master_or_weight(each.weight), before)
@@ -148,7 +141,7 @@ def test_weight_and_master_are_written_and_loaded_together(of):
         for place, expected in held(one, numbers["weight"]).items():
             assert torch.equal(places[place].read() if place in places else one.weight, expected)
         assert change is write or torch.equal(one.bias, numbers["bias"])
-        saved = saved_and_loaded(one.state_dict(), weights_only=True)
+        saved = through_a_file(one.state_dict(), weights_only=True)
         assert type(saved["weight"]) is torch.Tensor
         assert vars(saved["weight"]) == {}
         assert torch.equal(saved["weight"], one.weight.detach())

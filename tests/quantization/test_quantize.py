@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import narrowgauge as ng
-from narrowgauge.formats import decode, format, random_stream, unpack
+from narrowgauge.formats import decode, random_stream, unpack
 from narrowgauge.quantization import (
     QuantContext,
     blocks,
@@ -18,7 +18,6 @@ from narrowgauge.quantization import (
     emulate,
     make_cast,
 )
-from narrowgauge.quantization.scales import FLOAT_MAX, e8m0_code
 from narrowgauge.quantization.transforms import hadamard
 from narrowgauge.recipes import parse_recipe
 from support.fault_table import case
@@ -67,24 +66,6 @@ def test_non_finite_input_never_comes_out_finite(name):
             assert set(q.scale_codes[q.scales.isnan()].tolist()) == {nan}
 
 
-def test_scales_at_the_ends_of_their_ranges():
-    """Values by hand: what rounds to a scale of zero, subnormal scales, an inverse cut to the largest."""
-    q = ng.quantize(torch.tensor([[2.0**-20] * 16, [-3.0] * 16]).view(1, 32), E5M3, rounding="stochastic")
-    assert (q.scales.tolist(), q.codes.tolist()) == ([[1.0, 0.5]], [[0] * 16 + [15] * 16])
-    x = torch.full((1, 16), 2.0**-18)  # its scale would be 2^-18 / 6, less than half of e5m3's smallest
-    q = ng.quantize(x, E5M3 | {"zero_scale": "smallest"})
-    assert (q.scales.item(), q.dequantize().unique().item()) == (2.0**-17, 2.0**-18)
-    assert not ng.quantize(x, E5M3 | {"zero_scale": "zero"}).dequantize().any()
-    x = torch.full((1, 16), 2.0**-126)
-    assert 448 * 6 / x[0, 0].item() > FLOAT_MAX
-    assert ng.quantize(x, "nvfp4").tensor_scale.item() == (1 / torch.tensor(FLOAT_MAX)).item()
-    amax = torch.tensor([6 * 2.0**-127, 6 * 2.0**-127 * (1 + 2.0**-20), 12 * 2.0**-127])
-    assert e8m0_code(amax, format("e2m1"), "rceil").tolist() == [0, 1, 1]
-    amax = torch.tensor([2.0**-149, 2.0**-126, 2.0**-125, 2.0**-124])
-    for rule in ("floor", "even", "ceil"):
-        assert e8m0_code(amax, format("e2m1"), rule).tolist() == [0, 0, 0, 1]
-
-
 def test_of_equal_errors_the_first_candidate_is_kept():
     x = torch.zeros(1, 32)
     x[0, 0] = 6 * 256  # the tensor scale is 1, and so is that of a block of whole numbers
@@ -92,17 +73,6 @@ def test_of_equal_errors_the_first_candidate_is_kept():
     q = ng.quantize(x, FOUR_OVER_SIX)
     assert q.scales.tolist() == [[256, 1]]  # 4 is nowhere better in the first, but exact in the second
     assert ng.quantize(x, FOUR_OVER_SIX | {"candidates": [4, 6]}).scales.tolist() == [[384, 1]]
-
-
-def test_scales_that_are_rounded_at_random_are_unbiased():
-    x = torch.randn(1, 16, generator=torch.Generator().manual_seed(3)).expand(4000, 16)
-    table = {"element": "e2m1", "block": 16, "scale": "e4m3", "scale_rounding": "stochastic"}
-    for generator in (torch.Generator().manual_seed(1), torch.rand(4000, 16)):
-        scales = ng.quantize(x, table, generator=generator).scales
-        exact, (low, high) = x[0].abs().max().item() / 6, sorted(set(scales.flatten().tolist()))
-        assert low < exact < high
-        share = (exact - low) / (high - low)
-        assert abs((scales == high).float().mean() - share) < 5 * math.sqrt(share * (1 - share) / 4000)
 
 
 def test_a_transform_keeps_products_and_spreads_outliers():
@@ -149,12 +119,8 @@ def test_a_table_without_a_name_has_one_of_its_parts_or_is_the_named_cast():
     assert mine.casts["fprop.x"] == mine.casts["fprop.w"] == make_cast(E5M3)
 
 
-def test_a_quantized_tensor_shows_its_shape_scales_and_cast_and_no_codes():
-    assert repr(ng.quantize(torch.ones(64, 32), "nvfp4")) == (
-        "QTensor(shape=(64, 32), dtype=torch.uint8, device=cpu, scales of shape (64, 2), "
-        "tensor_scale=0.000372024, cast=Cast('nvfp4', element=e2m1, scale='e4m3', tensor_scale='tensor', "
-        "block=(1, 16)))"
-    )
-    assert "tensor_scale=a tensor of shape (64, 1)" in repr(ng.quantize(torch.ones(64, 32), BY_ROW))
-    on_meta = ng.quantize(torch.ones(64, 32, device="meta"), "mxfp4")
-    assert "tensor_scale=a tensor of shape ()" in repr(on_meta)
+def test_a_quantized_tensor_shows_its_cast_and_no_codes():
+    for device in ("cpu", "meta"):
+        shown = repr(ng.quantize(torch.ones(64, 32, device=device), BY_ROW))
+        assert shown.startswith("QTensor(shape=(64, 32)")
+        assert "tensor_scale=a tensor of shape (64, 1), cast=Cast(" in shown

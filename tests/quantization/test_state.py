@@ -9,7 +9,7 @@ import torch
 
 import narrowgauge as ng
 from narrowgauge.formats import random_stream
-from narrowgauge.quantization import GradientState, QuantizedState, cast_names, make_cast, state_cast_names
+from narrowgauge.quantization import QuantizedState, cast_names, make_cast, state_cast_names
 from narrowgauge.quantization.state import quantized_state
 from narrowgauge.quantization.state.gradient_state import PreScale, applied, next_mu
 from narrowgauge.quantization.state.quantized_state import code_values, to_codes
@@ -179,20 +179,6 @@ def test_copies_from_the_host_are_read_only_as_long_as_nobody_writes_there(monke
     assert state.read() is not state.tensors["values"]
 
 
-def test_a_wide_gradient_is_not_fetched_from_the_host(monkeypatch):
-    """Its copies would be found by the next step, which sums other gradients."""
-    monkeypatch.setattr(quantized_state, "is_gpu", lambda _: True)
-    gradient = GradientState(torch.Size((4,)), make_cast("fp16"), on_host=True)
-    gradient.add(torch.ones(4), None)
-    assert gradient.widen().tolist() == [1] * 4
-    gradient.fetch()
-    assert gradient.prefetched is None
-    gradient.replace(None)
-    for number in (2.0, 4.0):
-        gradient.add(torch.full((4,), number), None)
-    assert gradient.read().tolist() == [6] * 4
-
-
 def test_a_prescale_halves_on_overflow_and_doubles_over_a_thousand_steps():
     mu = torch.tensor(1.0)
     assert next_mu(mu, torch.tensor(1.1e-5)) == 0.5
@@ -206,34 +192,3 @@ def test_a_prescale_halves_on_overflow_and_doubles_over_a_thousand_steps():
         factor.begin(4)
         factor.begin(16)  # only the first counts
     assert (unknown.tensors["mu"], known.tensors["mu"]) == (0.5, 1)
-
-
-def gradient_with(mu, x, table=POW2 | {"prescale": True}):
-    state = GradientState(x.shape, make_cast(table))
-    if mu:
-        state.prescale.tensors["mu"].fill_(mu)
-    state.add(x, None)
-    return state
-
-
-def test_a_prescale_trades_the_largest_elements_for_the_smallest_and_finds_the_room_that_there_is():
-    g = torch.Generator().manual_seed(0)
-    x = torch.randn(64, 64, generator=g) * torch.exp(2 * torch.randn(64, 64, generator=g))
-    plain, one, scaled = gradient_with(0, x, POW2), gradient_with(1.0, x), gradient_with(8.0, x)
-    assert torch.equal(plain.read(), one.read())
-    assert one.prescale.tensors["overflowed"] == 0
-    share = (x.abs() > scaled.read().abs().max()).float().mean()
-    assert scaled.prescale.tensors["overflowed"] == share > 0
-    assert (scaled.read() == 0).sum() < (plain.read() == 0).sum()
-    scaled.is_empty = True  # the next step
-    scaled.add(x, None)
-    assert 4 <= scaled.prescale.tensors["mu"] < 4.01
-    x = torch.randn(64, 64, generator=g)
-    far = gradient_with(64.0, x)
-    for _ in range(20):  # from far too large a factor down to one with which nothing overflows
-        far.is_empty = True
-        far.add(x, None)
-    assert far.prescale.tensors["overflowed"] == 0
-    assert 0.5 <= applied(far.prescale.tensors["mu"]) <= 1
-    x[3, 3] = torch.inf
-    assert not gradient_with(1.0, x).read().isfinite().any()

@@ -113,9 +113,6 @@ matchers:
 """
 
 
-KEPT = recipe("bf16").in_high_precision(["*.linear_qkv"]).rules[0]
-
-
 def test_a_file_of_megatron_with_narrow_experts(tmp_path):
     """The first matcher wins: wide modules above the narrow ones are kept, those below are the rest."""
     pytest.importorskip("yaml")
@@ -130,17 +127,6 @@ def test_a_file_of_megatron_with_narrow_experts(tmp_path):
     assert [
         "modules that no matcher names" in sentence for sentence in lost(read(open_end, "megatron", tmp_path))
     ] == [True]
-
-
-@pytest.mark.parametrize("name", recipe_names("nemo-rl"))
-def test_a_recipe_that_narrows_some_modules_comes_back_from_megatron(name, tmp_path):
-    pytest.importorskip("yaml")
-    ours = recipe(name).with_rules([KEPT])
-    file = write_recipe(ours, "megatron")
-    again = read(file, "megatron", tmp_path)
-    assert (again.name, again.casts, again.rules) == (name, ours.casts, ours.rules)
-    assert not lost(again)
-    assert write_recipe(again, "megatron") == file
 
 
 @pytest.mark.parametrize(

@@ -98,13 +98,6 @@ def test_transformer_engine_gets_a_quantizer_of_each_direction_otherwise(transfo
     assert keys["columnwise_quantizer"][0] == "NVFP4Quantizer"
 
 
-def test_megatron_finds_the_factory_that_it_names(transformer_engine, tmp_path):
-    file = write_recipe(recipe("mxfp8-2d"), "megatron")
-    (factory,) = re.findall(r'custom_recipe_factory: "te_mxfp8_2d\.(\w+)"', file)
-    name, _, keys = written(recipe("mxfp8-2d"), "te", tmp_path)[factory](Role("weight"))
-    assert (name, keys) == ("MXFP8Quantizer", {"with_2d_quantization": True})
-
-
 @pytest.mark.parametrize("name", ["fp8", "fp8-row", "fp8-row-hp"])
 def test_torchao_computes_what_the_recipe_computes(name, tmp_path):
     """Outputs and gradients of torchao's layer and of ours, from the same operands: equal to the last bit."""
