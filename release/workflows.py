@@ -24,7 +24,7 @@ import yaml
 ROOT = Path(__file__).parents[1]
 WORKFLOWS = ROOT / ".github" / "workflows"
 _EXPRESSION = re.compile(r"\$\{\{\s*matrix\.(\w+)\s*\}\}")
-_SMALL = {"make test ": "tests/test_units.py", "make test-thorough": "tests/forecast/test_law.py"}
+_SMALL = {"make test ": "tests/test_home.py", "make test-thorough": "tests/forecast/test_law.py"}
 
 
 def load(name: str) -> Mapping[str, Any]:

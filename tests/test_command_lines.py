@@ -23,7 +23,7 @@ from torch.distributed.run import get_args_parser
 from narrowgauge.system.errors import UserError
 from narrowgauge.trainer.cli.line import config_values, read_line
 from narrowgauge.trainer.cli.main import run_verb
-from narrowgauge.trainer.cli.verbs.compare import read_plan
+from narrowgauge.trainer.cli.verbs.launch import read_plan
 from narrowgauge.trainer.cluster.scaling.scaling import _plans, read_sizes
 from narrowgauge.trainer.runs import default_out, lay_out
 from narrowgauge.trainer.training import make_config

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from narrowgauge.conformance import compare, read_vectors
-from narrowgauge.conformance.__main__ import _function, main
+from narrowgauge.conformance.__main__ import main
 
 EXAMPLES = Path(__file__).parents[1] / "conformance" / "adapters"
 OURS = str(EXAMPLES / "narrowgauge_adapter.py")
@@ -119,19 +119,3 @@ def test_rounding_bits_and_signs_are_handed_on(vectors):
     assert random
     assert all(c["random"].min() >= 0 and c["random"].max() < 2**24 for c in random)
     assert any(len(c.get("signs", ())) == 32 for c in seen.values())
-
-
-@pytest.mark.parametrize(
-    ("library", "names"),
-    [
-        ("torchao", ("mxfp8 normal", "mxfp4 normal", "mxfp6-e2m3 even wide", "e4m3 normal")),
-        ("gfloat", ("mxfp8 floor normal", "mxfp4 floor wide", "mxfp6-e3m2 floor normal")),
-    ],
-)
-def test_the_example_of_another_library_runs(library, names, vectors):
-    """What differs there stands in conformance/README.md."""
-    pytest.importorskip(library)
-    quantize = _function(str(EXAMPLES / f"{library}_adapter.py"))
-    assert {name: compare(quantize, vectors[name]).verdict for name in names} == dict.fromkeys(
-        names, "passes"
-    )

@@ -1,7 +1,6 @@
 """What a release is made of: every file in the wheel, one version, workflows whose steps exist."""
 
 import re
-import sys
 import tomllib
 from pathlib import Path
 
@@ -88,26 +87,6 @@ def test_the_tests_run_on_every_python_and_torch_that_are_promised():
     lowest = next(line for line in PROJECT["dependencies"] if line.startswith("torch>="))
     assert minors[0] == tuple(map(int, lowest.removeprefix("torch>=").split(".")))
     assert len(minors) == minors[-1][1] - minors[0][1] + 1
-
-
-def test_a_matrix_is_filled_in_and_its_conditions_are_read(tmp_path, monkeypatch):
-    job = {"strategy": {"matrix": {"a": ["1", "2"], "b": ["3"], "include": [{"a": "4", "b": "5"}]}}}
-    assert workflows.combinations(job) == [{"a": "1", "b": "3"}, {"a": "2", "b": "3"}, {"a": "4", "b": "5"}]
-    assert workflows.fill("x ${{ matrix.a }}", {"a": "1"}) == "x 1"
-    assert workflows.holds("matrix.a == '1' && matrix.b == '3'", {"a": "1", "b": "3"})
-    assert not workflows.holds("matrix.a == '2'", {"a": "1"})
-    with pytest.raises(ValueError, match="does not read"):
-        workflows.holds("always()", {})
-    # `make workflows ARGS=--small` gave --small to the tests of each step, by MAKEFLAGS.
-    make = {"MAKEFLAGS": " -- ARGS=--small", "ARGS": "--small", "HOME": "/"}
-    assert workflows.clean(make) == {"HOME": "/"}
-    assert all((ROOT / test).is_file() for test in workflows._SMALL.values())
-    shim = tmp_path / "python9.9"  # an interpreter that does not start
-    shim.write_text("#!/bin/sh\nexit 127\n")
-    shim.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    assert not workflows.runs("python9.9")
-    assert workflows.runs(sys.executable)
 
 
 def test_pages_that_are_made_of_rows_are_what_the_rows_make():

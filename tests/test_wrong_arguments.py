@@ -117,16 +117,10 @@ def test_a_wrong_argument_is_answered_by_one_sentence(name, tmp_path, monkeypatc
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("wrong", [None, 3, [1.0], X.int()], ids=str)
-def test_emulate_takes_tensors_of_floats_alone(wrong):
-    with pytest.raises(UserError, match="it must be"):
-        emulate(wrong, make_cast("mxfp8"), -1, torch.bfloat16)
-
-
-@pytest.mark.parametrize("cast", ["e4m3", "fp8-row", "mxfp8", "nvfp4"])
 @pytest.mark.parametrize("shape", [(0,), (0, 32), (4, 0)])
-def test_a_tensor_without_elements_stays_one(cast, shape):
-    q = ng.quantize(torch.zeros(shape), cast)
-    values, scale = emulate(torch.zeros(shape), make_cast(cast), -1, torch.bfloat16)
-    assert q.dequantize().shape == values.shape == q.codes.shape == shape
-    assert cast != "e4m3" or q.scales == scale == 1
+def test_a_tensor_without_elements_stays_one(shape):
+    for cast in ("e4m3", "fp8-row", "mxfp8", "nvfp4"):
+        q = ng.quantize(torch.zeros(shape), cast)
+        values, scale = emulate(torch.zeros(shape), make_cast(cast), -1, torch.bfloat16)
+        assert q.dequantize().shape == values.shape == q.codes.shape == shape
+        assert cast != "e4m3" or q.scales == scale == 1

@@ -12,10 +12,8 @@ from narrowgauge.recipes import GEMMS
 from narrowgauge.system.errors import UserError
 from narrowgauge.trainer.analysis import Forks, alone, open_probed
 from narrowgauge.trainer.analysis.forks import wide
-from narrowgauge.trainer.laboratory.train import train_config
 from narrowgauge.trainer.report import read_run
 from narrowgauge.trainer.report.verdict.rule import judge
-from narrowgauge.trainer.training import make_config
 
 QUIET = Console(quiet=True)
 STEPS = 6
@@ -46,7 +44,7 @@ def trained(tiny, tmp_path_factory):
     """A function that trains such a run."""
 
     def train(*shape):
-        return train_config(make_config(tiny(changes(*shape))), tmp_path_factory.mktemp("run"), QUIET).path
+        return ng.run(tiny(changes(*shape)), tmp_path_factory.mktemp("run"), QUIET)
 
     return train
 
@@ -84,15 +82,15 @@ def test_intervals_of_three_seeds_cover_the_cost_of_six_others(trained):
     assert covered >= 5  # of six
 
 
-def test_a_fork_is_the_branch_that_train_makes(tiny, run, tmp_path):
+def test_a_fork_is_the_branch_that_train_makes(run, tmp_path):
     """`train --branch` with the fork's seed and steps ends with the same validation loss."""
     seed, steps = read_run(run).config["training"]["seed"], START + STEPS
-    keys = changes(START, 1) | {"training.steps": steps, "training.seed": seed + 1}
-    keys |= {"validation.every": steps, "validation.batches": 4, "checkpoint.every": 100}
-    branch = train_config(make_config(tiny(keys)), tmp_path / "branch", QUIET, branch=(run, START))
+    sections = {"training": {"steps": steps, "seed": seed + 1}, "checkpoint": {"every": 100}}
+    sections["validation"] = {"every": steps, "batches": 4}
+    branch = ng.train(out=tmp_path / "branch", branch=f"{run}@{START}", quiet=True, **sections).run
     probed = open_probed(run, "cpu", batches=4)
     loss = Forks(STEPS).loss(probed, wide(probed.trained.config.spec.recipe), 1)
-    assert branch.run.final_val_loss == pytest.approx(loss, abs=1e-6)
+    assert branch.final_val_loss == pytest.approx(loss, abs=1e-6)
 
 
 @pytest.mark.tier("thorough")

@@ -4,10 +4,8 @@ import contextlib
 import io
 import json
 import re
-import shutil
 
 import pytest
-import torch
 
 from narrowgauge.trainer.cli.main import main
 
@@ -86,12 +84,3 @@ def test_a_kill_leaves_all_or_nothing(narrowgauge, finished, exported, tmp_path,
     if point == "filled":
         assert narrowgauge(*line, "--out", tmp_path / "out").code == 0
     assert printed("sample", tmp_path / "out", "--prompt", "a", "--tokens", "2")
-
-
-def test_pickles_are_refused(command, refused, exported, tmp_path):
-    shutil.copytree(exported, tmp_path / "folder")
-    (tmp_path / "folder" / "model.safetensors").unlink()
-    torch.save({"model.norm.weight": torch.ones(3)}, tmp_path / "folder" / "pytorch_model.bin")
-    for line in (["import", tmp_path / "folder", "--out", tmp_path / "run"], ["eval", tmp_path / "folder"]):
-        refused(command(*line), "pytorch_model.bin", "a pickle", "safetensors")
-    assert not (tmp_path / "run").exists()

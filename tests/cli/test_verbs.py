@@ -94,28 +94,21 @@ def test_report_writes_the_page_it_names(command, finished, tmp_path, count):
 
 
 def test_runs_lists_what_is_there_and_says_what_is_broken(command, finished, look, tmp_path, monkeypatch):
+    """tests/report/read/ has every state."""
     runs = tmp_path / "runs"
-    for name in ("one", "compared/fp8", "killed"):
+    for name in ("one", "compared/fp8"):
         shutil.copytree(finished, runs / name)
-    (runs / "killed" / "status.json").write_text('{"status": "running", "reason": ""}')
-    (runs / "killed" / ".lock").write_text(f"process {2**22 + 1} on host {os.uname().nodename}\n")
-    with (runs / "killed" / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 7, "lo')
     for name, content in (("no-toml", "[training"), ("a-list", "training = 3\nrecipe = 4\n")):
         (runs / name).mkdir()
         (runs / name / "config.toml").write_text(content)
-    (runs / "metrics-alone").mkdir()
-    (runs / "metrics-alone" / "metrics.jsonl").write_bytes(b"\xff\n[[[\n")
     (runs / "no-run").mkdir()
     listed = command("runs", runs, COLUMNS="300")
     assert listed.code == 0, listed.err
     last = look(finished).steps[-1]
     ends = rf"fp8 +6/6 +{last['loss']:.4f} +{last['val_loss']:.4f} *$"
-    for name, state in (("one", "done"), ("compared/fp8", "done"), ("killed", "killed")):
-        assert found(rf"/{name} +{state} +{ends}", listed.out), name
-    for name in ("no-toml", "metrics-alone"):
-        assert found(rf"/{name} +broken ", listed.out), name
-    assert "metrics-alone broken: it has no config.toml" in listed.out
+    for name in ("one", "compared/fp8"):
+        assert found(rf"/{name} +done +{ends}", listed.out), name
+    assert found(r"/no-toml +broken ", listed.out)
     assert "/no-run" not in listed.out
     told = json.loads(command("runs", runs, "--json").out)
     assert [run["state"] for run in told if run["path"].endswith("/a-list")] == ["unknown"]
@@ -147,22 +140,15 @@ def test_recipes_of_another_device(command):
     assert "recipe fp4 as a whole is emulated" in shown
 
 
-def test_recipes_shows_only_what_differs_and_places_that_are_alike_together(command, tmp_path):
+def test_recipes_differ_and_go_to_other_tools_and_come_from_them(command, tmp_path):
     out = " ".join(command("recipes", "fp8", "--diff", "fp8-row").out.split())
     assert "fprop.x, fprop.w, dgrad.w, wgrad.x e4m3 fp8-row power_of_two=true" in out
-    assert "dgrad.dy, wgrad.dy e5m2 fp8-row power_of_two=true" in out
-    assert "saved operand input" in out
     assert not re.search("master|keep", out)
-    file = tmp_path / "mine.toml"
-    file.write_text('compute = "bf16"\nfprop = "e4m3"\n')
-    assert "are equal in every place" in " ".join(command("recipes", file, "--diff", file).out.split())
-
-
-def test_recipes_go_to_other_tools_and_come_from_them(command, tmp_path):
     file, mine = tmp_path / "theirs.py", tmp_path / "mine.toml"
     file.write_text("r = Float8CurrentScaling(fp8_format=Format.E4M3, use_power_2_scales=False)\n")
     mine.write_text(command("recipes", file, "--from", "te").out)
     assert mine.read_text().startswith("# Lost: fp8_gemm_fprop with use_split_accumulator=False")
+    assert "are equal in every place" in " ".join(command("recipes", mine, "--diff", mine).out.split())
     ours = command("recipes", mine, "--to", "torchao").out
     compile(ours, "torchao.py", "exec")
     # The comments at the top name the line that wrote each, the file and its tool.
@@ -172,12 +158,9 @@ def test_recipes_go_to_other_tools_and_come_from_them(command, tmp_path):
 
 
 def test_formats_and_models_are_listed_with_their_facts(command):
-    listed = command("formats").out
-    assert found(r"^ e4m3 +8 +4\.3 +7 +448 +0\.015625 +0\.00195312 *$", listed)
-    assert found(r"^ e2m1 +4 +2\.1 +1 +6 +1 +0\.5 *$", listed)
+    assert found(r"^ e4m3 +8 +4\.3 +7 +448 +0\.015625 +0\.00195312 *$", command("formats").out)
     one = command("formats", "e4m3").out
     assert "no infinity" in one
-    assert "OCP" in one
     assert "e5m2" not in one
     listed = command("models", COLUMNS="80").out
     assert "…" not in listed, "no heading is cut"
@@ -221,17 +204,12 @@ def test_prepare_stops_at_bad_lines_or_sets_them_aside(command, refused, tmp_pat
 
 
 @pytest.mark.tier("thorough")
-@pytest.mark.parametrize("layout", ["ours", "llmc", "megatron"])
-def test_prepared_text_and_token_files_of_others_train_alike(
-    command, line, text, look, tmp_path, finished, layout
-):
+def test_prepared_text_and_token_files_of_others_train_alike(command, line, text, look, tmp_path, finished):
     """llm.c's have the end-of-document id where ours have it, so every token is the same."""
-    words = ("prepare", text, "--tokenizer", "bytes", "--out", tmp_path / "corpus")
-    ended = command(*words, *(() if layout == "ours" else ("--layout", layout)))
+    ended = command("prepare", text, "--tokenizer", "bytes", "--out", tmp_path / "corpus", "--layout", "llmc")
     assert ended.code == 0, ended.err
     verb, *options = line({"data.source": str(tmp_path / "corpus")})
     at = options.index("--data.tokenizer")
     ended = command(verb, *options[:at], *options[at + 2 :], "--out", tmp_path / "run")
     assert ended.code == 0, ended.err
-    same = look(tmp_path / "run").column("loss") == look(finished).column("loss")
-    assert same == (layout != "megatron")
+    assert look(tmp_path / "run").column("loss") == look(finished).column("loss")

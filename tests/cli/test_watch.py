@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import narrowgauge as ng
-from narrowgauge.trainer.laboratory.watch import LIVE, live_page, write_pages
+from narrowgauge.trainer.laboratory.watch import LIVE
 
 pytestmark = pytest.mark.tier("thorough")  # tests/report/page/test_live.py shows each page without a process
 
@@ -25,20 +24,20 @@ def page_of(process):
     return Path(urllib.request.url2pathname(found[0][7:]))
 
 
-def test_a_page_beside_a_run_outlives_its_sigkill_and_is_kept(narrowgauge, line, look, tmp_path):
-    run = tmp_path / "run"
-    changes = {"training.steps": 100_000}
-    process = narrowgauge.start(*line(changes), "--watch", "--out", run)
-    page = page_of(process)
-    assert page == run / LIVE
-    process.until(look(run).has_step(3))
-    process.until(lambda: '<span class="state running">' in page.read_text())
-    assert re.search(r"[\d,]+ of 100,000", page.read_text())
+@pytest.mark.parametrize("verb", ["train", "compare"])
+def test_a_page_beside_a_run_or_a_comparison_outlives_its_sigkill(narrowgauge, line, look, tmp_path, verb):
+    out, more = tmp_path / "new" / "out", ["--recipes", "bf16,mxfp4"] if verb == "compare" else []
+    process = narrowgauge.start(verb, *line({"training.steps": 100_000})[1:], *more, "--watch", "--out", out)
+    page, run = page_of(process), look(out / "bf16" if more else out)
+    assert page == out / LIVE
+    process.until(run.has_step(3))
+    at_work = "2 runs: 1 running, 1 waiting." if more else '<span class="state running">'
+    process.until(lambda: at_work in page.read_text())
     process.send(signal.SIGKILL)
     process.wait()
-    process.until(lambda: 'id="live"' not in page.read_text())
-    assert '<span class="state killed">' in page.read_text()
-    assert look(run).status["status"] == "running", "only the page reports the kill"
+    process.until(lambda: at_work.replace("running", "killed") in page.read_text())
+    assert 'id="live"' not in page.read_text()
+    assert run.status["status"] == "running", "only the page reports the kill"
 
 
 def test_ctrl_c_keeps_the_page_of_a_run(narrowgauge, line, look, tmp_path):
@@ -53,19 +52,6 @@ def test_ctrl_c_keeps_the_page_of_a_run(narrowgauge, line, look, tmp_path):
     assert "Reproduce" in kept
 
 
-def test_a_page_beside_a_comparison_outlives_its_sigkill(narrowgauge, line, look, tmp_path):
-    out = tmp_path / "new" / "compared"
-    words = [*line({"training.steps": 100_000})[1:], "--recipes", "bf16,mxfp4", "--watch", "--out", out]
-    process = narrowgauge.start("compare", *words)
-    page = page_of(process)
-    process.until(look(out / "bf16").has_step(2))
-    process.until(lambda: "2 runs: 1 running, 1 waiting." in page.read_text())
-    process.send(signal.SIGKILL)
-    process.wait()
-    process.until(lambda: "2 runs: 1 killed, 1 waiting." in page.read_text())
-    assert 'id="live"' not in page.read_text()
-
-
 def test_watch_ends_with_ctrl_c_and_code_130(narrowgauge, tmp_path):
     later = tmp_path / "later"
     process = narrowgauge.start("watch", later)
@@ -74,27 +60,3 @@ def test_watch_ends_with_ctrl_c_and_code_130(narrowgauge, tmp_path):
     done = process.wait()
     assert (done.code, done.err) == (130, f"{later} does not exist yet; the page waits for it\n")
     assert not later.exists()
-
-
-def test_a_comparison_of_three_arms_is_followed_from_its_folder(tiny, tmp_path):
-    out = tmp_path / "compared"
-    sections = {name: table for name, table in tiny({"training.steps": 2}).items() if name != "recipe"}
-    result = ng.compare(recipes=["bf16", "mxfp8", "mxfp4"], out=out, quiet=True, **sections)
-    assert len(result.runs) == 3
-    assert not write_pages([out], out / LIVE, is_live=True), "all runs have ended"
-    seen = (out / LIVE).read_text()
-    assert "3 runs compared" in seen
-    assert "3 runs: 3 done." in seen
-    assert "One seed proves no gap; --seeds 3 detects a gap of" in seen
-    assert "without spikes in the warm-up: " in seen, "the plan that compare printed"
-    assert "interim" not in seen
-    assert 'id="live"' not in seen
-    assert seen.count("narrowgauge train reproduced/") == 3
-
-
-def test_a_path_that_cannot_be_watched_is_refused(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="is a file; name a run"):
-        live_page([tmp_path / "file"])
-    with pytest.raises(ValueError, match="does not exist; name a run directory"):
-        live_page([tmp_path / "no" / "run"])

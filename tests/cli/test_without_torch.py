@@ -28,15 +28,8 @@ TOLD = """
 import atexit
 atexit.register(lambda: open("modules", "w").write(" ".join(sys.modules)))
 """
-GLIBC = (
-    "/lib64/libm.so.6: version `GLIBC_2.27' not found (required by "
-    "/opt/venv/lib/python3.11/site-packages/torch/lib/libtorch_cpu.so)"
-)
-CUDART = "libcudart.so.12: cannot open shared object file: No such file or directory"
 FOLDERS = {
     "absent": {"sitecustomize.py": ABSENT.format(name="torch") + TOLD},
-    "cudart": {"torch/__init__.py": f"raise OSError({CUDART!r})"},
-    "glibc": {"torch/__init__.py": f"raise ImportError({GLIBC!r})"},
     "crash": {"torch/__init__.py": "import os, signal; os.kill(os.getpid(), signal.SIGILL)"},
     "old": {
         "torch/__init__.py": "__version__ = '2.6.0'",
@@ -70,7 +63,7 @@ def without(tmp_path_factory):
 #: Lines that are answered without torch, and the one module of verbs that they import.
 ANSWERED = {
     **dict.fromkeys(["--help", "--version", ""], None),
-    "train --help": "train",
+    "train --help": None,
     **dict.fromkeys(["formats", "formats e4m3", "models llama3-1b", "recipes mxfp4"], "recipes"),
     **dict.fromkeys(["recipes mxfp4 --diff nvfp4", "recipes mxfp4 --device rtx4090"], "recipes"),
     **dict.fromkeys(["recipes fp8 --to te", "recipes --device gfx942"], "recipes"),
@@ -112,13 +105,9 @@ def test_the_report_of_a_run_needs_no_torch(without, tmp_path, finished):
         ("train --stpes 5", "unknown option '--stpes'; the nearest is '--steps'"),
         ("advise --model gpt2-124m --cluster 40900", "unknown cluster '40900'; the nearest is 'rtx4090'"),
         ("advise --model gtp2-124m --cluster rtx4090", "unknown model 'gtp2-124m'"),
-        ("plan --cluster h1000", "unknown cluster 'h1000'; the nearest is 'h100'"),
         ("train --data /nope", "data source '/nope' does not exist: there is no '/nope'"),
-        ("compare --data /nope", "data source '/nope' does not exist"),
         ("eval run --data /nope", "data source '/nope' does not exist"),
-        ("sensitivity run --to mxfp4 --data /nope", "data source '/nope' does not exist"),
         ("prepare /nope --out x", "data source '/nope' does not exist: there is no '/nope'"),
-        ("scaling --data /nope", "data source '/nope' does not exist"),
     ],
 )
 def test_a_mistake_is_answered_before_torch_is_imported(without, line, sentence):
@@ -131,8 +120,6 @@ def test_a_mistake_is_answered_before_torch_is_imported(without, line, sentence)
 
 CANNOT_START = {
     "absent": ("torch is not installed", "python -m pip install torch"),
-    "cudart": (f"torch does not import: {CUDART}", "install torch with its dependencies"),
-    "glibc": (f"torch does not import: {GLIBC}", "it was built for glibc 2.27 or later: use a newer Linux"),
     "old": ("torch 2.6.0 is too old", "install torch 2.11 or later"),
     "no-pydantic": ("the package pydantic is missing", "python -m pip install pydantic"),
 }
@@ -163,7 +150,6 @@ def test_a_verb_says_why_it_cannot_start_and_what_to_do(without, folder):
     ("folder", "why", "fix"),
     [
         ("absent", "not installed", "python -m pip install torch"),
-        ("cudart", f"it does not import: {CUDART}", "install torch with its dependencies"),
         ("crash", "it does not import: its process was killed by SIGILL", "choose a machine with AVX2"),
         ("old", "2.6.0+cu118, built for CUDA 11.8", "install torch 2.11 or later"),
     ],

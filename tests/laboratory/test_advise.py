@@ -16,8 +16,6 @@ from narrowgauge.trainer.cluster.plan.cluster_spec import load_cluster
 from narrowgauge.trainer.laboratory.advise.question import RECIPES, unfit
 from narrowgauge.trainer.laboratory.advise.result import Advice
 from narrowgauge.trainer.laboratory.advise.space import Space
-from narrowgauge.trainer.models import model_names
-from narrowgauge.trainer.models.published import published
 from narrowgauge.trainer.training import make_config
 
 CARD = """
@@ -192,13 +190,3 @@ def test_the_candidates_are_native_with_one_wide_recipe():
     for cluster, recipes in fits.items():
         machine = load_cluster(cluster)
         assert [name for name in RECIPES if not unfit(name, machine, is_asked=False)] == recipes.split()
-
-
-def test_published_trainings_are_of_named_models_and_have_sources():
-    known = {name: published(name) for name in model_names() if published(name)}
-    assert {"gpt2-124m", "gpt3-13b", "llama3-8b", "tinyllama-1.1b"} <= set(known)
-    for one in known.values():
-        assert len(one.source) > 10
-        tokens = one.batch_size * one.sequence_length
-        assert 3e4 < tokens < 2e7
-        assert one.tokens / tokens > one.warmup_steps

@@ -7,7 +7,7 @@ import torch
 
 import narrowgauge as ng
 from narrowgauge.exchange import TARGETS, write_recipe
-from narrowgauge.formats import Format, Specials, decode, encode, format_names, pack, unpack
+from narrowgauge.formats import Format, Specials, decode, encode, format_names
 from narrowgauge.quantization import cast
 from narrowgauge.system.errors import UserError
 
@@ -40,12 +40,6 @@ def test_a_format_stands_where_a_cast_goes_registered_or_not():
     assert ng.quantize(X, ng.format("e4m3")).cast == cast("e4m3")
     facts = Format("e3m4", 3, 4, 3, Specials.IEEE, source="b")
     assert ng.register_format(E3M4) is ng.register_format(facts), "the same facts again change nothing"
-    for bits in range(2, 9):
-        fmt = Format(f"u{bits}", 0, bits - 1, 0, Specials.NONE, twos_complement=True)
-        codes = torch.arange(7 * 13, dtype=torch.uint8).reshape(7, 13) % (2**bits - 1)
-        packed = pack(codes, fmt)
-        assert packed.shape == (7, -(-13 * bits // 8))
-        assert torch.equal(unpack(packed, fmt, 13), codes)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """The private, renamed and experimental torch names that this package uses, each with its reason.
 
 The rest of the package imports them from here (`test_house.py` checks it), so that a new torch version can
-break only this file. `test_torch_compat.py` tests each against the installed torch.
+break only this file. `test_torch_compat.py` tests those whose users would not show a change.
 
 CI has torch 2.13; `pyproject.toml` allows 2.11 and later. Comments note known differences between versions.
 """

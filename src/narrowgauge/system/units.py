@@ -23,8 +23,8 @@ def human_bytes(size: float) -> str:
 def human_count(count: float) -> str:
     """A count with at most four digits: 950, 65.5 k, 12.3 M, 1.20 B.
 
-    >>> [human_count(n) for n in (950, 65_536, 999_999, 1_200_000_000)]
-    ['950', '65.5 k', '1.00 M', '1.20 B']
+    >>> [human_count(n) for n in (950, 999.6, 65_536, 999_999, 3e15)]
+    ['950', '1.00 k', '65.5 k', '1.00 M', '3000 T']
     """
     for suffix, unit in (("", 1), (" k", 1e3), (" M", 1e6), (" B", 1e9), (" T", 1e12)):
         if abs(count) < 999.5 * unit or suffix == " T":  # 999.5 would be printed as 1000

@@ -2,7 +2,6 @@
 
 import os
 import re
-import threading
 
 import pytest
 
@@ -113,9 +112,7 @@ def test_a_run_that_appears_later_is_followed_to_its_end(make_run, tmp_path):
     assert not path.exists(), "nothing is made where the run will be"
     make_run("later", steps=5)
     make_run.works(path)
-    stop = threading.Event()
-    stop.set()
-    follow([path], page, stop)
+    follow([path], page, lambda seconds: True)
     assert 'id="live"' not in page.read_text(), "the page that is left does not load itself again"
     assert write_pages([path], page, is_live=True)
     assert 'id="live"' in page.read_text()

@@ -1,18 +1,16 @@
 """Reads a command line: the options of its verb, and the configuration that it gives."""
 
 import argparse
-from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
 
-from narrowgauge.recipes import GROUPS
 from narrowgauge.system.errors import UserError, nearest, unknown
 from narrowgauge.trainer import data, training  # each name is imported on first use
 from narrowgauge.trainer.cli import signature
 from narrowgauge.trainer.cli.parser import Parser
 from narrowgauge.trainer.cli.table import VERBS, function_of
-from narrowgauge.trainer.training.config.synonyms import SHORT, other_names, plain
+from narrowgauge.trainer.laboratory.arguments import config_values
+from narrowgauge.trainer.training.config.synonyms import SHORT
 
 OF_THE_COMMAND = ("-h", "--help", "-V", "--version")  # options without a verb
 
@@ -72,9 +70,9 @@ def _add_config_options(p: Parser) -> None:
     keys = training.config_keys()
     p.take_keys()
     text = "a file, or a name that ships, such as gpt2-124m"
-    p.add_argument("config", metavar="CONFIG.toml", type=Path, nargs="?", help=text)
+    p.add_argument("config", metavar="CONFIG.toml", type=signature.reader(Path), nargs="?", help=text)
     if not p.has("--out"):
-        p.add_argument("--out", type=Path, metavar="DIR", help="the run directory")
+        p.add_argument("--out", type=signature.reader(Path), metavar="DIR", help="the run directory")
     for short, name in SHORT.items():
         text = str(keys[name]).replace("%", "%%")
         p.add_argument(f"--{short}", dest=name, metavar=keys[name].takes, help=text)
@@ -92,12 +90,6 @@ def _add_config_options(p: Parser) -> None:
         )
 
 
-def key_names() -> dict[str, str]:
-    """The key of each unambiguous name: the short options, endings of keys, synonyms."""
-    names = {name: keys[0] for name, keys in other_names(training.config_keys()).items() if len(keys) == 1}
-    return names | {name.replace("-", "_"): key for name, key in names.items()} | SHORT
-
-
 def require_sources(options: argparse.Namespace) -> None:
     """Refuse a source of data that is not there, before torch is imported; others read none."""
     if options.verb in ("plan", "advise", "bench", "doctor"):
@@ -106,21 +98,3 @@ def require_sources(options: argparse.Namespace) -> None:
     source = config_values(options).get("data", {}).get("source") if has_keys else vars(options).get("data")
     if isinstance(source, str) and (absent := data.why_absent(source)):
         raise UserError(absent)
-
-
-def config_values(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Nested values of the TOML file, overridden by the command line."""
-    if options.config and plain(str(options.config).partition("=")[0]) in other_names(training.config_keys()):
-        raise UserError(
-            f"{str(options.config)!r} is not a configuration file; options begin with --, as in --steps 100"
-        )
-    values: dict[str, dict[str, Any]] = training.load_values(options.config) if options.config else {}
-    given: Mapping[str, Any] = {k: v for k, v in vars(options).items() if "." in k and v is not None}
-    for group, places in GROUPS.items():  # a group on the command line replaces its places in the file
-        if f"recipe.{group}" in given:
-            for place in places:
-                values.get("recipe", {}).pop(place, None)
-    for key, value in given.items():
-        section, _, name = key.partition(".")
-        values.setdefault(section, {})[name] = value
-    return values

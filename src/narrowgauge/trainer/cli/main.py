@@ -76,7 +76,7 @@ def run_verb(options: Line) -> int | None:
     """
     from rich.console import Console
 
-    from narrowgauge.trainer.laboratory.progress import progress
+    from narrowgauge.trainer.cli.progress import progress
 
     function = function_of(options.verb)
     as_json = getattr(options, "json", False) is True
@@ -96,6 +96,8 @@ def run_verb(options: Line) -> int | None:
         raise
     if not isinstance(found, Result):
         return None if found is None else int(found)
+    if "console" in inspect.signature(function).parameters:  # it has printed what it found
+        return int(getattr(found, "has_failed", False))
     if as_json:
         print(json.dumps(found.as_json(), indent=1))
     else:

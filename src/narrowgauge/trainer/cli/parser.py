@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import takewhile
-from pathlib import Path
 from typing import Any, NoReturn
 
 from narrowgauge.system.errors import UserError, nearest, unknown
@@ -41,8 +40,6 @@ class Parser(argparse.ArgumentParser):
         self.verb, self.examples, self.verbs_with = verb, examples, verbs_with
         self.names: Mapping[str, training.Key] = {}
         self._negative_number_matcher = _NEGATIVE
-        for kind, read in ((int, _integer), (float, _number), (Path, _path)):
-            self.register("type", kind, read)  # the same types, with sentences as errors
         self.help_option = self.add_argument("-h", "--help", action="store_true", help="show this and exit")
         self.set_defaults(verb=verb, parser=self)
 
@@ -146,24 +143,3 @@ def _known_keys() -> "Mapping[str, training.Key]":
         return training.config_keys()
     except ImportError:
         return {}
-
-
-def _integer(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-
-
-def _path(text: str) -> Path:
-    """A path; an empty one would be the current directory, and usually comes from an unset variable."""
-    if not text:
-        raise argparse.ArgumentTypeError("the name is empty; name a file or directory")
-    return Path(text)

@@ -40,13 +40,13 @@ class Option:
     @property
     def flag(self) -> str:
         """Its name on the command line."""
-        return f"--{self.name.strip('_').replace('_', '-')}"
+        return self.form.flag or f"--{self.name.strip('_').replace('_', '-')}"
 
     @property
     def text(self) -> str:
         """Its help, with its default."""
         value = self.default
-        is_said = self.is_required or value in (None, False, "", ())
+        is_said = self.is_required or value in (None, False, "", (), 0)
         shown = ",".join(value) if isinstance(value, tuple) else value
         text = self.help if is_said else f"{self.help} ({shown})"
         return f"required: {text}" if self.is_required and not self.form.is_positional else text
@@ -54,29 +54,26 @@ class Option:
     def add_to(self, p: argparse.ArgumentParser) -> None:
         """Add it to a parser."""
         form, kind = self.form, self.kind
-        how: dict[str, Any] = {"help": self.text.replace("%", "%%")}
-        if kind is bool:
-            p.add_argument(self.flag, dest=self.name, action="store_true", **how)
-            return
-        if form.metavar:
-            how["metavar"] = form.metavar
+        how: dict[str, Any] = {"help": self.text.replace("%", "%%"), "dest": self.name}
         is_many = get_origin(kind) is tuple and not form.is_list
+        if kind is bool:
+            p.add_argument(self.flag, action="store_true", **how)
+            return
+        how |= {"metavar": form.metavar} if form.metavar else {}
+        how["default"] = None if self.is_required else self.default
         if get_origin(kind) is Literal:
             how["choices"] = get_args(kind)
         else:
-            how["type"] = _reader(form.read or (get_args(kind)[0] if is_many else kind))
+            how["type"] = reader(form.read or (get_args(kind)[0] if is_many else kind))
         if form.is_list:
             how["action"] = Join
         if form.is_positional:
             how["nargs"] = form.nargs or ("+" if is_many else None if self.is_required else "?")
-            p.add_argument(self.name, default=None if self.is_required else self.default, **how)
+            p.add_argument(how.pop("dest"), **how)
             return
-        if is_many:
-            how |= {"nargs": "+", "action": "extend"}
-        if form.alone is not None:
-            how |= {"nargs": "?", "const": form.alone}
-        default = None if self.is_required else self.default
-        p.add_argument(self.flag, dest=self.name, required=self.is_required, default=default, **how)
+        how |= {"nargs": "+", "action": "extend"} if is_many else {}
+        how |= {"nargs": "?", "const": form.alone} if form.alone is not None else {}
+        p.add_argument(self.flag, required=self.is_required, **how)
 
 
 class Join(argparse.Action):
@@ -89,16 +86,19 @@ class Join(argparse.Action):
         setattr(namespace, self.dest, values if before is self.default else joined)
 
 
-def _reader(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """A function of an option's text whose `UserError` becomes the error of that option."""
-    if not inspect.isfunction(read):
-        return read  # a type, whose errors the parser words
+def reader(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """A type, or a function of an option's text, whose errors are sentences about that option."""
 
     def value_of(text: str) -> Any:
+        if read is Path and not text:  # it would be the current directory, and is usually an unset variable
+            raise argparse.ArgumentTypeError("the name is empty; name a file or directory")
         try:
             return read(text)
         except UserError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
+        except ValueError:
+            kind = "a whole number" if read is int else "a number"
+            raise argparse.ArgumentTypeError(f"{text!r} is not {kind}") from None
 
     return value_of
 
@@ -106,14 +106,18 @@ def _reader(read: Callable[[str], Any]) -> Callable[[str], Any]:
 def options_of(function: Function) -> Iterator[Option]:
     """The options of a verb, in the order of its parameters."""
     hints, described = get_type_hints(function, include_extras=True), described_parameters(function)
+    keys = takes_keys(function)  # of which some are parameters of Python as well
     for name, parameter in inspect.signature(function).parameters.items():
+        if keys and get_origin(hints[name]) is not Annotated:
+            continue
         if get_origin(hints[name]) is Unpack:  # keywords of several functions
             keywords = get_type_hints(get_args(hints[name])[0], include_extras=True)
             found = [_option(key, hint, None) for key, hint in keywords.items()]
         else:
             found = [_option(name, hints[name], parameter.default, described.get(name, ""))]
         yield from filter(None, found)
-    if isinstance(answer := hints.get("return"), type) and issubclass(answer, Result):
+    prints = "console" in hints
+    if isinstance(answer := hints.get("return"), type) and issubclass(answer, Result) and not prints:
         yield Option("json", bool, Form(), "print JSON", False)
 
 

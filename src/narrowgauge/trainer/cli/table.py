@@ -13,7 +13,7 @@ from narrowgauge.trainer.cli.signature import Function
 GROUPS: Mapping[str, Mapping[str, str]] = {
     "plan": {
         "advise": "trainer.laboratory.advise.advise",
-        "plan": "trainer.cli.verbs.machine",
+        "plan": "trainer.laboratory.plan",
         "predict": "trainer.cli.verbs.predict",
         "doctor": "trainer.cli.verbs.doctor",
     },
@@ -22,8 +22,8 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         **dict.fromkeys(("import", "export", "served", "sample", "eval"), "trainer.cli.verbs.models"),
     },
     "train": {
-        "train": "trainer.cli.verbs.train",
-        "compare": "trainer.cli.verbs.compare",
+        "train": "trainer.laboratory.train",
+        "compare": "trainer.laboratory.compare",
         "launch": "trainer.cli.verbs.launch",
     },
     "look": {
@@ -32,7 +32,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "sensitivity": "trainer.laboratory.sensitivity",
         "search": "trainer.laboratory.search",
     },
-    "measure this machine": {"bench": "trainer.cli.verbs.bench", "scaling": "trainer.cli.verbs.machine"},
+    "measure this machine": {"bench": "trainer.cli.verbs.bench", "scaling": "trainer.cli.verbs.scaling"},
     "what exists": dict.fromkeys(("recipes", "formats", "models"), "trainer.cli.verbs.recipes"),
 }
 VERBS: Mapping[str, str] = {verb: module for verbs in GROUPS.values() for verb, module in verbs.items()}

@@ -122,7 +122,7 @@ def make_runs(values: Values, variants: Sequence[Variant], seeds: Seeds = None) 
         suffix = "" if seed == base_seed else f"-seed-{seed}"
         for variant in variants:
             _check(variant)
-            merged = _merge(values, {**variant.keys, SEED: seed})
+            merged = with_keys(values, {**variant.keys, SEED: seed})
             runs.append(ArmRun(variant.name + suffix, variant.name, seed, make_config(merged)))
     _require_distinct(runs)
     return runs
@@ -151,7 +151,7 @@ def _require_distinct(runs: Sequence[ArmRun]) -> None:
         )
 
 
-def _merge(values: Values, keys: Keys) -> dict[str, dict[str, Any]]:
+def with_keys(values: Values, keys: Keys) -> dict[str, dict[str, Any]]:
     """Nested values, overridden by flat keys."""
     merged = {section: dict(table) for section, table in values.items()}
     for key, value in keys.items():

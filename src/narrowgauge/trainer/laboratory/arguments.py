@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
+from narrowgauge.recipes import GROUPS
 from narrowgauge.system.errors import UserError
 from narrowgauge.system.units import parse_count
-from narrowgauge.trainer import models  # each name is imported when it is used
+from narrowgauge.trainer import models, training  # each name is imported when it is used
+from narrowgauge.trainer.training.config.synonyms import SHORT, other_names, plain
 
 Line = argparse.Namespace  # a command line with keys of the configuration
 #: Takes the name of what is measured, how many parts are done, and their number.
@@ -32,6 +34,7 @@ class Form:
         is_list: Whether the values of a repeated option are joined.
         nargs: How many words a positional one takes; None for what its type says.
         alone: The value of an option that is given without one.
+        flag: The option's name, where it is not that of the parameter.
     """
 
     metavar: str = ""
@@ -40,6 +43,31 @@ class Form:
     is_list: bool = False
     nargs: str | None = None
     alone: Any = None
+    flag: str = ""
+
+
+def key_names() -> dict[str, str]:
+    """The key of each unambiguous name: the short options, endings of keys, synonyms."""
+    names = {name: keys[0] for name, keys in other_names(training.config_keys()).items() if len(keys) == 1}
+    return names | {name.replace("-", "_"): key for name, key in names.items()} | SHORT
+
+
+def config_values(line: Line) -> dict[str, dict[str, Any]]:
+    """Nested values of the file of a line, overridden by its options."""
+    if line.config and plain(str(line.config).partition("=")[0]) in other_names(training.config_keys()):
+        raise UserError(
+            f"{str(line.config)!r} is not a configuration file; options begin with --, as in --steps 100"
+        )
+    values: dict[str, dict[str, Any]] = training.load_values(line.config) if line.config else {}
+    given = {key: value for key, value in vars(line).items() if "." in key and value is not None}
+    for group, places in GROUPS.items():  # a group on the command line replaces its places in the file
+        if f"recipe.{group}" in given:
+            for place in places:
+                values.get("recipe", {}).pop(place, None)
+    for key, value in given.items():
+        section, _, name = key.partition(".")
+        values.setdefault(section, {})[name] = value
+    return values
 
 
 def names(text: str) -> tuple[str, ...]:

@@ -1,31 +1,34 @@
 """Compares recipes and settings by training them, from Python or from the command line."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-from rich.console import Console
+from typing import TYPE_CHECKING, Annotated, Any
 
 from narrowgauge.recipes import RecipeLike, recipe_list
 from narrowgauge.system.errors import UserError, checked
 from narrowgauge.system.result import Result, Row
-from narrowgauge.trainer.distributed import world_from
-from narrowgauge.trainer.experiment.arms import choose_arms, require_order, take_arms, take_experiment
-from narrowgauge.trainer.experiment.design import Experiment, make_experiment
-from narrowgauge.trainer.experiment.gate import Gate, GateResult, gate_results, parse_gate
-from narrowgauge.trainer.experiment.grid import RECIPE, Seeds, Variant
-from narrowgauge.trainer.experiment.jobs import state_of
-from narrowgauge.trainer.experiment.run import print_plan, recorded_runs, run_experiment
+from narrowgauge.trainer import distributed, report, training  # each name is imported when it is used
+from narrowgauge.trainer.experiment.grid import RECIPE, Variant, parse_variant
+from narrowgauge.trainer.laboratory import arguments as given
+from narrowgauge.trainer.laboratory.arguments import Form
 from narrowgauge.trainer.laboratory.chart import curves
 from narrowgauge.trainer.laboratory.settings import Section, own_functions, recipe_name, short_name, values_of
-from narrowgauge.trainer.laboratory.watch import watched_by_another
-from narrowgauge.trainer.report import Run, Verdict, print_comparison, verdicts
-from narrowgauge.trainer.runs.loop.check_data import check_vocabulary
-from narrowgauge.trainer.runs.monitor.provenance import command_line
-from narrowgauge.trainer.training import make_config
+
+if TYPE_CHECKING:
+    from narrowgauge.trainer.experiment.design import Experiment
+    from narrowgauge.trainer.experiment.gate import Gate, GateResult
+
+_VARIANT = Form(
+    "NAME:KEY=VALUE,...",
+    lambda text: (parse_variant(text, given.key_names()),),
+    is_list=True,
+    flag="--variant",
+)
 
 
 class Comparison(Result):
@@ -40,10 +43,12 @@ class Comparison(Result):
         has_failed: Whether a run failed, or a variant does not pass the gate.
     """
 
-    def __init__(self, path: Path, runs: Sequence[Run], gate: Gate | None, code: int) -> None:
+    def __init__(self, path: Path, runs: Sequence[report.Run], gate: Gate | None, code: int) -> None:
         """Judge the runs."""
+        from narrowgauge.trainer.experiment.gate import gate_results
+
         self.path, self.report, self.runs = path, path / "report.html", list(runs)
-        self.verdicts: list[Verdict] = verdicts(self.runs) if runs else []
+        self.verdicts: list[report.Verdict] = report.verdicts(self.runs) if runs else []
         self.gates: list[GateResult] = [] if gate is None else gate_results(self.runs, gate)
         self.has_failed = bool(code)
 
@@ -85,10 +90,10 @@ class Comparison(Result):
         """The verdicts, and where the runs are."""
         return {"path": str(self.path), "passes": self.passes, "variants": self.rows()}
 
-    def show(self, console: Console) -> None:
+    def show(self, console: given.Console) -> None:
         """Print the table and the sentences of the comparison, if its runs are here."""
         if self.runs:
-            print_comparison(self.runs, console)
+            report.print_comparison(self.runs, console)
 
     def plot(self) -> str:
         """The losses of all runs over their tokens: of the validations, if there are any."""
@@ -102,32 +107,46 @@ class Comparison(Result):
 
 @checked
 def compare(
-    recipes: RecipeLike | Sequence[RecipeLike] = (),
-    seeds: Seeds = None,
+    recipes: Annotated[RecipeLike | Sequence[RecipeLike], given.NAMES] = (),
+    seeds: Annotated[int | Sequence[int] | None, Form("N|A,B,C", given.parse_seeds)] = None,
     out: str | Path | None = None,
     *,
-    variants: Mapping[str, Mapping[str, Any]] | None = None,
-    rungs: Sequence[int] = (),
-    jobs: int = 0,
-    gate: str | float | None = None,
-    expected: bool = False,
+    variants: Annotated[Mapping[str, Mapping[str, Any]] | Sequence[Variant] | None, _VARIANT] = None,
+    gate: Annotated[str | float | None, Form("GAP")] = None,
+    expected: Annotated[bool, Form()] = False,
+    rungs: Annotated[Sequence[int], Form("STEPS,...", given.numbers, is_list=True)] = (),
+    arms: Annotated[Sequence[str], given.NAMES, Form("A,B")] = (),
+    jobs: given.Count = 0,
+    dry_run: Annotated[bool, Form()] = False,
+    watch: Annotated[bool, Form()] = False,
     quiet: bool = False,
+    line: given.Line | None = None,
+    console: given.Console = None,
     **sections: Section,
 ) -> Comparison:
-    """Train the same model on the same tokens under several recipes, and judge them, as the verb does.
+    """Train a model under several recipes, settings and seeds, and compare the losses.
 
         ng.compare(recipes=["bf16", "mxfp8"], seeds=2, out="runs/compare", training={"steps": 200})
+        ng.compare(variants={"cold": {"optimizer.lr": 1e-3}, "hot": {"optimizer.lr": 4e-3}})
+
+        narrowgauge compare --recipes bf16,fp8,mxfp4 --seeds 3 --steps 200
+        narrowgauge compare --variant wide:recipe=bf16 --variant hot:recipe=fp8,lr=4e-3
 
     Args:
-        recipes: Names, paths, dictionaries or `Recipe`s; the first is the reference.
-        seeds: The number of seeds of each, or which; None for the seed of the configuration.
+        recipes: Recipes; the first is the reference.
+        seeds: Number of seeds per variant, or the seeds (that of --seed).
         out: The directory of the runs; None for one named after the model. Finished runs there are reused.
-        variants: Further runs with other values of some keys: `{"hot": {"optimizer.lr": 4e-3}}`.
-        rungs: Steps after which each is measured, with its learning rate decayed.
-        jobs: Runs side by side; 0 for one after the other.
-        gate: The largest acceptable gap: nats, or text such as "0.25%".
-        expected: Whether each gap is compared with its forecast.
+        variants: Add a variant: a name and values of any keys; repeatable.
+        gate: Largest accepted gap, in nats (0.01) or percent (0.25%); exit code 1 if a variant exceeds it.
+        expected: Compare each gap with its forecast, to find faults.
+        rungs: Lengths at which to compare; each branches off one trunk and decays the learning rate.
+        arms: Run only these arms of the file's [arms] table.
+        jobs: Number of parallel runs (1).
+        dry_run: Print runs, tokens and hours, and exit.
+        watch: Show a live page meanwhile (narrowgauge watch).
         quiet: Whether to print nothing.
+        line: A command line in place of the sections and `out`.
+        console: Receives the progress; None for the terminal.
         sections: Sections of the configuration as dictionaries, as for `train`.
 
     Returns:
@@ -137,26 +156,39 @@ def compare(
         UserError: A value is wrong, or the directory holds other runs.
         ComparisonFailed: A run was stopped or killed; the same call continues.
     """
-    values = values_of(sections)
-    kind = "ladder" if rungs or jobs else "compare"
-    path = Path(out or f"runs/{kind}-{values.get('model', {}).get('name', 'debug')}")
+    from rich.console import Console
+
+    from narrowgauge.trainer.experiment.gate import parse_gate
+    from narrowgauge.trainer.experiment.run import print_plan
+
+    limit = None if gate is None else parse_gate(str(gate))
+    if line is None:
+        values, kind = values_of(sections), "ladder" if rungs or jobs else "compare"
+        path = Path(out or f"runs/{kind}-{values.get('model', {}).get('name', 'debug')}")
+    else:
+        values, path = given.config_values(line), line.out
     named = []
     for one in recipe_list(recipes):
         name = short_name(one)
-        named.append(Variant(name, {RECIPE: recipe_name(one, path / f"{name}.recipe.toml")}))
-    others = [Variant(name, keys) for name, keys in (variants or {}).items()]
-    experiment = experiment_of(values, named, others, seeds, rungs=rungs, jobs=jobs)
-    limit = None if gate is None else parse_gate(str(gate))
-    return run_comparison(experiment, path, Console(quiet=quiet), limit, expected)
+        named.append(Variant(name, {RECIPE: recipe_name(one, Path(path or "") / f"{name}.recipe.toml")}))
+    others = [Variant(*one) for one in variants.items()] if isinstance(variants, Mapping) else variants or ()
+    experiment = experiment_of(values, named, others, seeds, arms, rungs, jobs)
+    kind = "ladder" if experiment.is_measured else "compare"
+    path = path or Path("runs") / f"{kind}-{experiment.trunks[0].config.model.name}"
+    console = console or Console(quiet=quiet)
+    if dry_run:
+        print_plan(experiment, path, Console(quiet=True) if _require_ready(experiment, path) else console)
+        return Comparison(path, [], None, 0)
+    return run_comparison(experiment, path, console, limit, expected, watch)
 
 
 def experiment_of(
     values: Mapping[str, Any],
     recipes: Sequence[Variant],
     variants: Sequence[Variant],
-    seeds: Seeds = None,
+    seeds: int | Sequence[int] | None = None,
     chosen: Sequence[str] = (),
-    rungs: Sequence[Any] = (),
+    rungs: Sequence[int] = (),
     jobs: int = 0,
 ) -> Experiment:
     """The experiment of some values, which may have [arms] and [experiment], and of more variants.
@@ -164,21 +196,23 @@ def experiment_of(
     Raises:
         UserError: something in them is wrong.
     """
+    from narrowgauge.trainer.experiment.arms import choose_arms, require_order, take_arms, take_experiment
+    from narrowgauge.trainer.experiment.design import make_experiment
+
     values, arms = take_arms(values)
     values, table = take_experiment(values)
     require_order(table, arms)
-    everything = [*recipes, *choose_arms(arms, chosen), *variants]
     seeds = table.get("seeds") if seeds is None else seeds
     table |= ({"rungs": list(rungs)} if rungs else {}) | ({"jobs": jobs} if jobs else {})
     if table:
-        table.setdefault("rungs", [make_config(values).training.steps])
-    return make_experiment(values, everything, seeds, table)
+        table.setdefault("rungs", [training.make_config(values).training.steps])
+    return make_experiment(values, [*recipes, *choose_arms(arms, chosen), *variants], seeds, table)
 
 
 def run_comparison(
     experiment: Experiment,
     out: Path,
-    console: Console,
+    console: given.Console,
     gate: Gate | None = None,
     expected: bool = False,
     is_watched: bool = False,
@@ -192,6 +226,12 @@ def run_comparison(
             a cast is a function of this process, which the processes of the runs do not have.
         ComparisonFailed: A run left no result; the same call continues.
     """
+    from rich.console import Console
+
+    from narrowgauge.trainer.experiment.run import recorded_runs, run_experiment
+    from narrowgauge.trainer.laboratory.watch import watched_by_another
+    from narrowgauge.trainer.runs.monitor.provenance import command_line
+
     rank = _require_ready(experiment, out)
     shown = Console(quiet=True) if rank else console
     say = partial(shown.print, markup=False, highlight=False, soft_wrap=True)
@@ -200,15 +240,12 @@ def run_comparison(
     return Comparison(out, recorded_runs(experiment, out), gate, code)
 
 
-def plan_comparison(experiment: Experiment, out: Path, console: Console) -> None:
-    """Print which gap the experiment will detect and what is left to train; do not train."""
-    rank = _require_ready(experiment, out)
-    print_plan(experiment, out, Console(quiet=True) if rank else console)
-
-
 def _require_ready(experiment: Experiment, out: Path) -> int:
     """Refuse, before the first run starts, what would fail in a later one; returns this process's rank."""
-    world = world_from(os.environ, 0)
+    from narrowgauge.trainer.experiment.jobs import state_of
+    from narrowgauge.trainer.runs.loop.check_data import check_vocabulary
+
+    world = distributed.world_from(os.environ, 0)
     for run in experiment.runs:
         check_vocabulary(run.config)
         if (names := list(own_functions(run.config))) and state_of(out / run.name) == "open":

@@ -17,7 +17,7 @@ necessary: it reads a gradient that the step may drop, separates the update's wr
 of the loop, and finds the moments of an optimizer that is known only when it steps.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -73,21 +73,8 @@ class Reading:
         return self.as_row()[key]
 
 
-class GaugeMap(Result, Sequence[Reading]):
-    """The readings of one step, by layer and place."""
-
-    def __init__(self, readings: Sequence[Reading]) -> None:
-        """Keep the readings, in the order of the model's layers."""
-        self._readings = tuple(readings)
-
-    def __len__(self) -> int:
-        return len(self._readings)
-
-    def __iter__(self) -> Iterator[Reading]:
-        return iter(self._readings)
-
-    def __getitem__(self, at: Any) -> Any:
-        return self._readings[at]
+class GaugeMap(Result, tuple[Reading, ...]):
+    """The readings of one step, by layer and place, in the order of the model's layers."""
 
     def __repr__(self) -> str:
         known = [r for r in self if r.snr_db is not None]

@@ -1,24 +1,32 @@
 """`plan`: what a run will take on a cluster or on this machine, before it starts."""
 
-from collections.abc import Callable, Sequence
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from rich.console import Console
+from typing import TYPE_CHECKING, Annotated, Any
 
 from narrowgauge.recipes import RecipeLike
 from narrowgauge.system.errors import UserError, checked
 from narrowgauge.system.result import Result, Row
-from narrowgauge.trainer.cluster.plan.budget import Price, parse_price, tokens_of
-from narrowgauge.trainer.cluster.plan.cluster_spec import Cluster, load_cluster
-from narrowgauge.trainer.cluster.plan.pays import Breakeven, breakeven
-from narrowgauge.trainer.cluster.plan.plan import Plan, as_json, make_plan
-from narrowgauge.trainer.cluster.plan.plan_text import print_plan
+from narrowgauge.trainer import training  # each name is imported when it is used
+from narrowgauge.trainer.cluster.plan.budget import parse_price, tokens_of
+from narrowgauge.trainer.cluster.plan.cluster_spec import cluster_name, cluster_names, load_cluster
+from narrowgauge.trainer.laboratory import arguments as given
+from narrowgauge.trainer.laboratory.arguments import Form
 from narrowgauge.trainer.laboratory.chart import bars
 from narrowgauge.trainer.laboratory.settings import Section, config_of, values_of
-from narrowgauge.trainer.training import Config
-from narrowgauge.trainer.training.config.named import with_published
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from narrowgauge.trainer.cluster.plan.budget import Price
+    from narrowgauge.trainer.cluster.plan.pays import Breakeven
+    from narrowgauge.trainer.cluster.plan.plan import Plan
+
+_CLUSTERS = f"{', '.join(cluster_names())}, or a .toml file"
 
 
 @dataclass(eq=False)
@@ -83,10 +91,14 @@ class PlanResult(Result):
         """Memory, step, traffic, budget and expectation."""
         more: dict[str, Any] = {} if self.gap is None else {"gap": self.gap.as_json()}
         more |= {"defaults": self.note} if self.note else {}
+        from narrowgauge.trainer.cluster.plan.plan import as_json
+
         return as_json(self.plan, self.tokens, self.price) | more
 
     def show(self, console: Console) -> None:
         """Print the plan, and whether the recipe pays if that was asked."""
+        from narrowgauge.trainer.cluster.plan.plan_text import print_plan
+
         print_plan(self.plan, console, self.tokens, self.price, self.words)
         for line in filter(None, (self.gap and self.gap.line, self.note)):
             console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -101,64 +113,58 @@ class PlanResult(Result):
 def plan(
     model: Section | None = None,
     recipe: RecipeLike | None = None,
-    cluster: str | Path | None = None,
-    tokens: int | float | str | None = None,
-    devices: int = 1,
+    cluster: Annotated[str | Path | None, Form("SPEC", cluster_name), _CLUSTERS] = None,
+    tokens: Annotated[int | float | str | None, Form("N", given.parse_amount)] = None,
+    devices: given.Count = 1,
     *,
-    price: str | None = None,
-    gap: bool = False,
+    price: Annotated[str | None, Form("P")] = None,
+    gap: Annotated[bool, Form()] = False,
     backend: str = "auto",
+    line: given.Line | None = None,
     **sections: Section,
 ) -> PlanResult:
-    """Plan a run: memory by class, traffic, time at best and expected, cost.
+    """Estimate a run before it starts: memory by class, traffic, time, cost.
 
         ng.plan(model="llama3-8b", recipe="mxfp8", cluster="b200", devices=8, tokens=10**12)
+
+        narrowgauge plan --model llama3-1b --recipe msamp-o2 --memory-limit 24GB
+        narrowgauge plan my.toml --cluster h100 --devices 64 --tokens 300B
 
     Args:
         model: A named size, or the section `model` as a dictionary. What is not given of the training of a
             model is as published (`narrowgauge.trainer.models.published`).
         recipe: A recipe's name, path, dictionary, or a `Recipe`; None for the default.
         cluster: A shipped cluster, or a .toml file; None for this machine, without a time.
-        tokens: Tokens to train on, as a number or as text such as "300B"; None for as many as
-            `training.steps` take.
-        devices: Devices in all, laid out by the section `parallel`.
-        price: The price of a device-hour, such as "2.50USD"; None for the cluster's.
-        gap: Whether to forecast the recipe's loss gap, and say whether its speed pays for it.
+        tokens: Training tokens, as in 300B (default: from the steps).
+        devices: Number of devices.
+        price: Price of a device-hour, such as 2.50USD (the cluster's).
+        gap: Forecast the recipe's loss gap and compare it with the time saved.
         backend: "auto", "native" or "emulated".
+        line: A command line in place of the model, the recipe and the sections.
         sections: Further sections of the configuration, as for `train`.
 
     Returns:
         The plan.
 
     Raises:
-        UserError: A name or value is wrong, or the devices cannot share the batch.
+        UserError: A name or value is wrong, the devices cannot share the batch, or there is a budget, a price
+            or a gap without a cluster.
     """
-    values, note = with_published(values_of({"model": model, **sections}))
-    config = config_of(recipe, backend, values)
+    from rich.console import Console
+
+    from narrowgauge.trainer.cluster.plan.pays import breakeven
+    from narrowgauge.trainer.cluster.plan.plan import make_plan
+    from narrowgauge.trainer.training.config.named import with_published
+
+    values = values_of({"model": model, **sections}) if line is None else given.config_values(line)
+    values, note = (values, "") if line is not None and line.config else with_published(values)
+    config = config_of(recipe, backend, values) if line is None else training.make_config(values)
     machine = None if cluster is None else load_cluster(str(cluster))
-    count = 0 if tokens is None else tokens_of(tokens if isinstance(tokens, str) else f"{tokens}")
-    return plan_config(config, machine, count, devices, price, gap, note=note)
-
-
-def plan_config(
-    config: Config,
-    cluster: Cluster | None,
-    tokens: int = 0,
-    devices: int = 1,
-    price: str | None = None,
-    gap: bool = False,
-    words: Sequence[str] = ("plan",),
-    note: str = "",
-    show: Callable[[str], object] = lambda text: None,
-) -> PlanResult:
-    """Plan a configuration; `note` states where its values come from, `show` takes words before each part.
-
-    Raises:
-        UserError: A budget, a price or a gap without a cluster.
-    """
-    if cluster is None and (tokens or price or gap):
+    count = 0 if tokens is None else int(tokens_of(str(tokens)))
+    if machine is None and (count or price or gap):
         raise UserError("--tokens, --price and --gap need to know the machine; name one with --cluster")
     asked = None if price is None else parse_price("--price", price)
-    found = make_plan(config, devices, cluster, show)
-    decision = breakeven(found, devices, cluster, tokens) if cluster is not None and gap else None
-    return PlanResult(found, tokens, asked, decision, words, note)
+    with nullcontext() if line is None else Console(stderr=True).status("") as status:
+        found = make_plan(config, devices, machine, *(() if status is None else (status.update,)))
+        decision = breakeven(found, devices, machine, count) if machine is not None and gap else None
+    return PlanResult(found, count, asked, decision, line.command_line if line else ("plan",), note)

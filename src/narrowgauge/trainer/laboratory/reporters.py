@@ -28,7 +28,8 @@ def reporter(given: Any) -> Report:
     if callable(getattr(given, "log_metrics", None)):  # MLflow, Lightning
         return lambda step, values: given.log_metrics(dict(values), step=step)
     if callable(getattr(given, "log", None)):
-        if _program(given) == "wandb":  # joins the loop's own next call, whatever its count of steps is
+        module = getattr(given, "__name__", "") or type(given).__module__
+        if str(module).startswith("wandb"):  # joins the loop's own next call, whatever its count of steps is
             return lambda step, values: given.log({**values, "narrowgauge/step": step}, commit=False)
         return lambda step, values: given.log(dict(values), step=step)
     if callable(given):
@@ -37,9 +38,3 @@ def reporter(given: Any) -> Report:
         f"{given!r} is not a reporter: it needs log (W&B, trackio), add_scalar (TensorBoard), log_metrics "
         "(MLflow, Lightning), or be a function of a step and a dictionary"
     )
-
-
-def _program(given: Any) -> str:
-    """The package that an object, or a module, comes from."""
-    name = getattr(given, "__name__", "") or type(given).__module__
-    return str(name).partition(".")[0]

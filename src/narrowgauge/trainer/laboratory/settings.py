@@ -4,6 +4,8 @@ A recipe that is a dictionary or an object goes into a file next to the runs, be
 the file of its recipe, and the same line in another process has to find it.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ from typing import Any
 from narrowgauge.recipes import Recipe, RecipeLike, recipe, recipe_names
 from narrowgauge.system.errors import UserError, unknown
 from narrowgauge.system.files import make_directory, write_whole
-from narrowgauge.trainer.training import Config, make_config
+from narrowgauge.trainer import training  # each name is imported when it is used
 from narrowgauge.trainer.training.config.synonyms import SHORT
 
 Section = str | int | float | Mapping[str, Any] | None
@@ -33,8 +35,8 @@ def values_of(sections: Mapping[str, Section]) -> Values:
             given = {key: given}
         else:
             section = name
-        if section not in Config.model_fields or name == "recipe":
-            raise unknown("argument", name, [*Config.model_fields, *SHORT])
+        if section not in training.Config.model_fields or name == "recipe":
+            raise unknown("argument", name, [*training.Config.model_fields, *SHORT])
         if not isinstance(given, Mapping):
             raise UserError(
                 f"{name} = {given!r}, but it is a section of the configuration; give its keys, as in "
@@ -74,23 +76,34 @@ def short_name(given: RecipeLike) -> str:
     return Path(given).stem if isinstance(given, str | Path) else recipe(given).name
 
 
-def own_functions(config: Config) -> Iterator[str]:
+def own_functions(config: training.Config) -> Iterator[str]:
     """The names of the casts in a configuration's recipe that are functions of this process."""
     found = config.spec.recipe
     for casts in (found.casts, *(rule.casts for rule in found.rules)):
         yield from (cast.function for cast in casts.values() if cast.function)
 
 
-def config_of(given: RecipeLike | None, backend: str, sections: Mapping[str, Section]) -> Config:
-    """The configuration of a plan or an advice, which no run directory keeps.
+def config_of(
+    given: RecipeLike | None,
+    backend: str,
+    sections: Mapping[str, Section],
+    file: Path | None = None,
+    trunk: Path | None = None,
+) -> training.Config:
+    """The configuration of a function's arguments, over that of a run that it branches off, if there is one.
+
+    A recipe without a name goes into `file`, if there is one.
 
     Raises:
         UserError: A value is wrong.
     """
-    values = values_of(sections)
-    if backend != "auto":
-        values["recipe"] = {"backend": backend}
-    if given is None or isinstance(given, str | Path):
-        name = {} if given is None else {"name": str(given)}
-        return make_config({**values, "recipe": {**values.get("recipe", {}), **name}})
-    return make_config(values).with_recipe(recipe(given))
+    values: Values = {} if trunk is None else training.load_values(trunk / "config.toml")
+    for section, table in values_of(sections).items():
+        values[section] = values.get(section, {}) | table
+    own = {} if backend == "auto" else {"backend": backend}
+    if given is not None and (file is not None or isinstance(given, str | Path)):
+        values["recipe"], given = own | {"name": recipe_name(given, file or Path())}, None
+    elif own:
+        values["recipe"] = values.get("recipe", {}) | own
+    config = training.make_config(values)
+    return config if given is None else config.with_recipe(recipe(given))

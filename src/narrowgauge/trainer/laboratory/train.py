@@ -1,24 +1,23 @@
 """Trains a run from Python or from the command line, writes its page, and returns it as a result."""
 
+from __future__ import annotations
+
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import Any
-
-from rich.console import Console
+from typing import Annotated, Any
 
 from narrowgauge.recipes import RecipeLike
 from narrowgauge.system.errors import UserError, checked
 from narrowgauge.system.result import Result, Row
 from narrowgauge.system.signals import Preempted, is_compared
-from narrowgauge.trainer.distributed import world_from
+from narrowgauge.trainer import distributed, report, runs, training  # each name is imported when it is used
+from narrowgauge.trainer.laboratory import arguments as given
+from narrowgauge.trainer.laboratory.arguments import Form
 from narrowgauge.trainer.laboratory.chart import curves
-from narrowgauge.trainer.laboratory.settings import Section, recipe_name, values_of
-from narrowgauge.trainer.laboratory.watch import watched_by_another
-from narrowgauge.trainer.report import Run, print_comparison, read_run, write_report
-from narrowgauge.trainer.runs import branch_run, default_out, run
-from narrowgauge.trainer.training import Config, Diverged, make_config
+from narrowgauge.trainer.laboratory.settings import Section, config_of
+from narrowgauge.trainer.runs.choices import PROFILED
 
 
 class Training(Result):
@@ -32,7 +31,7 @@ class Training(Result):
     def __init__(self, path: Path) -> None:
         """Read a run directory."""
         self.path, self.report = path, path / "report.html"
-        self.run: Run = read_run(path)
+        self.run: report.Run = report.read_run(path)
 
     @property
     def losses(self) -> list[float]:
@@ -71,9 +70,9 @@ class Training(Result):
         facts = {"path": str(self.path), "recipe": self.run.recipe, "status": self.run.status}
         return {**facts, "loss": self.loss, "steps": self.rows()}
 
-    def show(self, console: Console) -> None:
+    def show(self, console: given.Console) -> None:
         """Print the run as `train` does."""
-        print_comparison([self.run], console)
+        report.print_comparison([self.run], console)
 
     def plot(self) -> str:
         """The loss over the steps."""
@@ -89,17 +88,36 @@ def train(
     *,
     backend: str = "auto",
     quiet: bool = False,
+    allow_change: Annotated[Sequence[str], given.NAMES, Form("KEY,...")] = (),
+    profile: Annotated[given.Count, Form("STEPS", alone=PROFILED)] = 0,
+    branch: Annotated[str | None, Form("RUN[@STEP]")] = None,
+    watch: Annotated[bool, Form()] = False,
+    line: given.Line | None = None,
+    console: given.Console = None,
+    say: given.Say | None = None,
     **sections: Section,
 ) -> Training:
-    """Train a model, or continue a run that stopped, as `narrowgauge train` does.
+    """Train a model, or continue a run that stopped.
 
         ng.train(recipe="mxfp8", out="runs/mine", model="debug", training={"steps": 200})
+
+        narrowgauge train my.toml --steps 2000 --lr 1e-3 --out runs/mine
+        narrowgauge train --model gpt2-124m --data my-texts/ --recipe nvfp4 --seq-len 1024
+        narrowgauge train --recipe mxfp4 --recipe.fprop.x '{cast = "fp4-row", outliers = 0.99}'
+        torchrun --standalone --nproc-per-node 2 -m narrowgauge train --parallel.tensor 2
 
     Args:
         recipe: A recipe's name, path, dictionary, or a `Recipe`; None for the default.
         out: The run directory; None for one that is named after what differs from the defaults.
         backend: "auto", "native" or "emulated".
         quiet: Whether to print nothing.
+        allow_change: Allow these keys to differ from the run in --out.
+        profile: Profile STEPS steps (3) into DIR/profile, for Perfetto.
+        branch: Begin at a checkpoint of RUN (the newest).
+        watch: Show a live page meanwhile (narrowgauge watch).
+        line: A command line in place of the sections, the recipe and `out`.
+        console: Receives the progress; None for the terminal.
+        say: Called with the lines about pages.
         sections: Sections of the configuration as dictionaries, named as in TOML (`model`, `data`, ...);
             `steps`, `seed` and `device` are short for the keys of `training`.
 
@@ -111,73 +129,81 @@ def train(
         Preempted: A signal stopped the run, and its state is saved.
         Diverged: More steps were skipped than `guard.max_skips` allows.
     """
-    values = values_of(sections)
-    if recipe is not None:
-        if not isinstance(recipe, str | Path) and out is None:
-            raise UserError(
-                "train with a recipe that has neither a name nor a file needs out, because "
-                "its file is kept next to it; give out='runs/NAME'"
-            )
-        beside = Path(out or "runs").with_name(f"{Path(out or 'runs').name}.recipe.toml")
-        values["recipe"] = {"name": recipe_name(recipe, beside)}
-    if backend != "auto":
-        values["recipe"] = {**values.get("recipe", {}), "backend": backend}
-    config = make_config(values)
-    return train_config(config, None if out is None else Path(out), Console(quiet=quiet))
+    from rich.console import Console
 
+    from narrowgauge.trainer.laboratory.watch import watched_by_another
 
-def train_config(
-    config: Config,
-    out: Path | None,
-    console: Console,
-    allowed: Sequence[str] = (),
-    profile: int = 0,
-    branch: tuple[Path, int | None] | None = None,
-    say: Callable[[str], object] = lambda text: None,
-    is_watched: bool = False,
-) -> Training:
-    """Train the run of a configuration; the first rank writes its page.
-
-    Args:
-        config: The configuration.
-        out: The run directory; None for `default_out`.
-        console: Receives the progress.
-        allowed: Keys whose values may differ from the existing run.
-        profile: Steps to profile; 0 for none.
-        branch: The run directory and the step from which the run continues.
-        say: Called with the lines about pages.
-        is_watched: Whether another process shows the run on a live page meanwhile.
-    """
-    if branch is not None:
-        out = out or default_out(config, allowed)
-        if not (out / "config.toml").exists():
-            branch_run(*branch, config, out)
-    is_first = not world_from(os.environ, 0).rank  # rank 0 reports for all
-    directory = out or default_out(config, allowed)
-    with watched_by_another(directory, say) if is_watched and is_first else nullcontext():
+    names, say = given.key_names(), say or (lambda text: None)
+    allowed = [names.get(key, key) for key in allow_change]
+    begin = _branch(branch) if branch else None
+    if line is None:
+        file, trunk = None if recipe is None else _beside(recipe, out), begin and begin[0]
+        config = config_of(recipe, backend, sections, file, trunk)
+    else:
+        values, out = _on_trunk(line, begin[0], say) if begin else given.config_values(line), line.out
+        config = training.make_config(values)
+    console = console or Console(quiet=quiet)
+    path = runs.default_out(config, allowed) if out is None else Path(out)
+    if begin is not None and not (path / "config.toml").exists():
+        runs.branch_run(*begin, config, path)
+    is_first = not distributed.world_from(os.environ, 0).rank  # rank 0 reports for all
+    with watched_by_another(path, say) if watch and is_first else nullcontext():
         try:
-            path = run(config, out, console, allowed, profile)
-        except (Diverged, Preempted):  # also results: the page shows how it happened, or how far it came
-            if is_first:
-                with suppress(
-                    KeyboardInterrupt, UserError, OSError
-                ):  # a page may be missing, a saved state not
-                    _report(directory, say)
+            runs.run(config, path, console, allowed, profile)
+        except (training.Diverged, Preempted):  # also results: the page shows how it happened, or how far
+            if is_first:  # a page may be missing, a saved state not
+                with suppress(KeyboardInterrupt, UserError, OSError):
+                    _report(path, say)
             raise
-        return _finished(path, is_first, console, say)
-
-
-def _finished(path: Path, is_first: bool, console: Console, say: Callable[[str], object]) -> Training:
-    """Report a run that is done."""
     if is_first:
         if not is_compared():
-            print_comparison([read_run(path)], console)
+            report.print_comparison([report.read_run(path)], console)
         _report(path, say)
     return Training(path)
 
 
-def _report(path: Path, say: Callable[[str], object]) -> None:
+def _beside(recipe: RecipeLike, out: str | Path | None) -> Path:
+    """The file of a recipe that has neither a name nor a file: it is kept next to its run."""
+    if out is None and not isinstance(recipe, str | Path):
+        raise UserError(
+            "train with a recipe that has neither a name nor a file needs out, because its file is kept "
+            "next to it; give out='runs/NAME'"
+        )
+    return Path(out or "runs").with_name(f"{Path(out or 'runs').name}.recipe.toml")
+
+
+def _branch(text: str) -> tuple[Path, int | None]:
+    """Run directory and step of `--branch RUN[@STEP]`; None for its newest checkpoint."""
+    run, _, step = text.rpartition("@")
+    if distributed.world_from(os.environ, 0).size > 1:
+        raise UserError("--branch makes a run directory in one process; start it once without the launcher")
+    if Path(text).is_dir() or not run:
+        return Path(text), None
+    if not step.isdecimal():
+        raise UserError(f"--branch {text}: write RUN or RUN@STEP, as in runs/long@256")
+    return Path(run), int(step)
+
+
+def _on_trunk(line: given.Line, trunk: Path, say: given.Say) -> dict[str, dict[str, Any]]:
+    """The values of a line that branches off a run: over its file, or else over the run's own values."""
+    from narrowgauge.trainer.runs.use.branch import OFFLOAD
+
+    if line.config is not None:
+        return given.config_values(line)
+    line.config = trunk / "config.toml"
+    values, own = given.config_values(line), {key for key, value in vars(line).items() if value is not None}
+    if "recipe.name" in own:  # keys that were set over the trunk's recipe
+        kept = {"recipe.backend", f"recipe.{OFFLOAD}", *own}
+        left = [key for key in values["recipe"] if f"recipe.{key}" not in kept]
+        for key in left:
+            del values["recipe"][key]
+        if left:
+            say(f"left out: recipe.{', recipe.'.join(left)}, set over the trunk's recipe")
+    return values
+
+
+def _report(path: Path, say: given.Say) -> None:
     """Write the page of a run, and say its path, unless `compare` shows the run."""
-    report = write_report([path], path / "report.html")
+    page = report.write_report([path], path / "report.html")
     if not is_compared():
-        say(f"report: {report}")
+        say(f"report: {page}")

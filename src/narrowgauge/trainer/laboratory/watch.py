@@ -11,26 +11,19 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from select import select
 from subprocess import DEVNULL, PIPE, Popen
-from threading import Event, Thread
 
 from narrowgauge.system.errors import UserError
 from narrowgauge.system.files import make_directory
 from narrowgauge.system.signals import without_launcher
 from narrowgauge.trainer.experiment.power import power_text
 from narrowgauge.trainer.experiment.probe import read_probe
+from narrowgauge.trainer.report.page import subject
 from narrowgauge.trainer.report.page.html import page as page_without_script
 from narrowgauge.trainer.report.page.page import render_report, write_page
 from narrowgauge.trainer.report.page.rungs import rungs_section
 from narrowgauge.trainer.report.page.standing import standing
-from narrowgauge.trainer.report.page.subject import (
-    Subject,
-    progress_of,
-    read_begun,
-    rows_of,
-    subjects,
-    together,
-)
 from narrowgauge.trainer.report.read.progress import Progress
 from narrowgauge.trainer.report.read.run import ENDED, Run
 from narrowgauge.trainer.report.verdict.rungs import arm_results
@@ -42,34 +35,17 @@ _REST = 9.0  # and at least this many times as long as the pages took, so a tent
 _EXIT_S = 5.0  # for a killed process, whose files the system closes first, to disappear
 
 
-def live_page(paths: Sequence[Path], out: Path | None = None) -> Path:
-    """The file of the page of some paths: `out`, or live.html in the first.
-
-    Raises:
-        UserError: A path is a file, or stands in a folder that does not exist.
-    """
-    for path in paths:
-        if path.is_file():
-            raise UserError(
-                f"{path} is a file; name a run directory, a folder of compare, or a folder of runs"
-            )
-        if not path.exists() and not path.resolve().parent.is_dir():
-            raise UserError(f"{path.parent} does not exist; name a run directory, or where one will be")
-    return out or paths[0] / LIVE
-
-
-def follow(paths: Sequence[Path], page: Path, stop: Event | None = None) -> None:
-    """Write the page of some paths again and again, until all their runs have ended, or `stop` is set.
-
-    The page that it leaves, also at Ctrl-C, does not load itself again.
+def follow(paths: Sequence[Path], page: Path, is_over_in: Callable[[float], object] = time.sleep) -> None:
+    """Write the page of some paths again and again, until all their runs have ended, or `is_over_in`, which
+    waits some seconds, says so. The page that it leaves, also at Ctrl-C, does not load itself again.
 
     Raises:
         UserError: A page cannot be written.
     """
-    stop, begun = stop or Event(), time.monotonic()
+    begun = time.monotonic()
     try:
         while write_pages(paths, page, is_live=True):
-            if stop.wait(max(_EVERY_S, _REST * (time.monotonic() - begun))):
+            if is_over_in(max(_EVERY_S, _REST * (time.monotonic() - begun))):
                 break
             begun = time.monotonic()
     finally:
@@ -82,8 +58,8 @@ def write_pages(paths: Sequence[Path], page: Path, is_live: bool = False) -> boo
     Returns:
         Whether it may change: something is to come, or has not ended.
     """
-    found, is_one = subjects(paths)
-    states = [progress_of(one, time.time()) for one in found]
+    found, is_one = subject.subjects(paths)
+    states = [subject.progress_of(one, time.time()) for one in found]
     open_ones = [any(run.state not in ENDED for run in runs) for runs in states]
     if is_one and found:
         write_page(page_of(found[0], states[0], is_live and open_ones[0]), page)
@@ -95,14 +71,14 @@ def write_pages(paths: Sequence[Path], page: Path, is_live: bool = False) -> boo
                 write_page(page_of(one, runs, is_live and is_open), own)
     if found:
         links = [_link(one.folder, page.parent) for one in found]
-        rows = [together(one, runs) for one, runs in zip(found, states, strict=True)]
+        rows = [subject.together(one, runs) for one, runs in zip(found, states, strict=True)]
         write_page(page_without_script(paths[0].resolve().name, standing(rows, links=links), is_live), page)
     return True
 
 
-def page_of(one: Subject, states: Sequence[Progress], is_live: bool = False) -> str:
+def page_of(one: subject.Subject, states: Sequence[Progress], is_live: bool = False) -> str:
     """The page of a run or a comparison, with where each run stands; before the first run only that."""
-    runs = read_begun(one.paths)
+    runs = subject.read_begun(one.paths)
     sentences, more = _of_plan(one, runs)
     section = standing(states, sentences, one.is_compared)
     if not runs:
@@ -134,20 +110,10 @@ def watched_by_another(path: Path, say: Callable[[str], object]) -> Iterator[Non
 
 def _follow_beside(path: Path) -> None:
     """Follow the run or comparison of the process that holds the other end of the standard input."""
-    stop = Event()
-
-    def is_at_work() -> bool:
-        return any(run.is_at_work for one in subjects([path])[0] for run in progress_of(one, time.time()))
-
-    def wait() -> None:
-        os.read(0, 1)  # nothing is ever written
-        deadline = time.monotonic() + _EXIT_S
-        while is_at_work() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        stop.set()
-
-    Thread(target=wait, daemon=True).start()
-    follow([path], path / LIVE, stop)
+    follow([path], path / LIVE, lambda seconds: select([0], [], [], seconds)[0])  # nothing is ever written
+    deadline = time.monotonic() + _EXIT_S
+    while write_pages([path], path / LIVE) and time.monotonic() < deadline:
+        time.sleep(0.5)
 
 
 def _link(folder: Path, here: Path) -> str:
@@ -156,11 +122,11 @@ def _link(folder: Path, here: Path) -> str:
     return "" if page is None else Path(os.path.relpath(page, here)).as_posix()
 
 
-def _of_plan(one: Subject, runs: Sequence[Run]) -> tuple[list[str], str]:
+def _of_plan(one: subject.Subject, runs: Sequence[Run]) -> tuple[list[str], str]:
     """What a planned comparison can see, as sentences, and its rungs as HTML if it is measured."""
     if (planned := one.planned) is None or not planned.compared:
         return [], ""
-    rows, family, quiet = rows_of(planned), list(planned.family), planned.is_quiet
+    rows, family, quiet = subject.rows_of(planned), list(planned.family), planned.is_quiet
     results = arm_results(rows, planned.reference, family, planned.parameters, is_quiet=quiet)
     last = planned.compared[0]
     gaps = {arm.arm: dict(arm.gaps) for arm in results if arm.rung == last.rung}

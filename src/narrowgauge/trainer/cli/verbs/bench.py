@@ -3,8 +3,7 @@
 from typing import Annotated
 
 from narrowgauge.trainer import training  # each name is imported when it is used
-from narrowgauge.trainer.cli.line import config_values
-from narrowgauge.trainer.laboratory.arguments import Console, Count, File, Line, Names
+from narrowgauge.trainer.laboratory.arguments import Console, Count, File, Line, Names, config_values
 
 
 def bench(

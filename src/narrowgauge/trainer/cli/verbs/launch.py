@@ -7,14 +7,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from narrowgauge.system.errors import UserError
-from narrowgauge.trainer.cli.line import config_values, parser_of, read_line
-from narrowgauge.trainer.cli.verbs.compare import read_plan
+from narrowgauge.trainer import data  # each name is imported when it is used
+from narrowgauge.trainer.cli.line import parser_of, read_line
 from narrowgauge.trainer.cluster.launch.job_script import MARK, Job, emulation_note, job_script, queued
 from narrowgauge.trainer.cluster.launch.site import Site, load_site, site_names
-from narrowgauge.trainer.data import why_absent
-from narrowgauge.trainer.laboratory.arguments import Form
+from narrowgauge.trainer.experiment.grid import recipe_variants
+from narrowgauge.trainer.laboratory.arguments import Form, Line, config_values
+from narrowgauge.trainer.laboratory.compare import experiment_of
 
 if TYPE_CHECKING:
+    from narrowgauge.trainer.experiment.design import Experiment
     from narrowgauge.trainer.runs import Layout
 
 _REST = Form("-- train ...", str, is_positional=True, nargs=argparse.REMAINDER)
@@ -74,8 +76,8 @@ def launch(
     print(_grid(job, layout))
     if slurm:
         print(_queue(job, place))
-    data = layout.config.data
-    absent = why_absent(data.source, data.weights)
+    source = layout.config.data
+    absent = data.why_absent(source.source, source.weights)
     here = absent and f"WARNING on this machine, {absent}"
     for text in (layout.choice, emulation_note(layout.config.spec.recipe, place), here):
         if text:
@@ -106,6 +108,16 @@ def _job(
     layout = lay_out(config, nodes * processes, run)
     job = Job(tuple(words), run, Path.cwd(), nodes, processes, gpus, array=array)
     return job, layout
+
+
+def read_plan(line: Line) -> "Experiment":
+    """The experiment of a line of `compare`.
+
+    Raises:
+        UserError: something in it is wrong.
+    """
+    named, values = recipe_variants(line.recipes), config_values(line)
+    return experiment_of(values, named, line.variants or (), line.seeds, line.arms, line.rungs, line.jobs)
 
 
 def _grid(job: Job, layout: "Layout") -> str:

@@ -105,10 +105,17 @@ def watch(
     narrowgauge watch runs/
     narrowgauge watch runs/compare-debug --once --out compared.html
     """
-    from narrowgauge.trainer.laboratory.watch import follow, live_page, write_pages
+    from narrowgauge.trainer.laboratory.watch import LIVE, follow, write_pages
     from narrowgauge.trainer.report.page.subject import subjects
 
-    page = live_page(paths, out)
+    for path in paths:
+        if path.is_file():
+            raise UserError(
+                f"{path} is a file; name a run directory, a folder of compare, or a folder of runs"
+            )
+        if not path.exists() and not path.resolve().parent.is_dir():
+            raise UserError(f"{path.parent} does not exist; name a run directory, or where one will be")
+    page = out or paths[0] / LIVE
     empty = [path for path in paths if not subjects([path])[0]]
     if once:
         if empty:

@@ -71,21 +71,22 @@ def advise(
             f"devices = {devices}: a node of this cluster has {whole}, and a run takes whole nodes; take "
             f"{devices // whole * whole}"
         )
-    budget: float | None = None if tokens is None else tokens_of(str(tokens))
     hour = parse_price("--price", str(price)) if price else machine.device_hour
-    limit = hours or math.inf
-    if money is not None and hour is not None:
+    limit, refused = hours or math.inf, ""
+    if money is not None and hour is None:
+        refused = "money needs the price of a device-hour, which this cluster's file lacks; add --price, as "
+        refused += "2.50USD"
+    elif money is not None and hour is not None:
         limit = min(limit, money / hour.amount / devices)
+    budget: float | None = None if tokens is None else tokens_of(str(tokens))
     if (found := published(model)) and budget is None and hours is None and money is None:
         budget = found.tokens
-    question = Question(
-        model, machine, name, devices, budget, limit, hour, None if data is None else str(data)
-    )
+    if budget is None and limit == math.inf and not refused:
+        refused = "a budget is missing, and no published training of this model gives one; add --tokens, "
+        refused += "--hours or --money"
+    text = None if data is None else str(data)
+    question = Question(model, machine, name, devices, budget, limit, hour, text)
     defaults, notes = question.defaults(sequence_length, batch_size)
-    if money is not None and hour is None:
-        words = "money needs the price of a device-hour, which this cluster's file lacks; add --price"
-        return Advice([], f"{words}, as 2.50USD", notes=notes)
-    if budget is None and limit == math.inf:
-        words = "a budget is missing, and no published training of this model gives one"
-        return Advice([], f"{words}; add --tokens, --hours or --money", notes=notes)
+    if refused:
+        return Advice([], refused, notes=notes)
     return question.advice(defaults, recipes, notes, show)

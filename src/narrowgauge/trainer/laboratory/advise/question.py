@@ -4,7 +4,6 @@ import math
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import product
 
 from narrowgauge.distributed import ParallelDims
@@ -17,12 +16,13 @@ from narrowgauge.trainer.cluster.launch.site import site_names
 from narrowgauge.trainer.cluster.plan.budget import Price
 from narrowgauge.trainer.cluster.plan.cluster_spec import Cluster, cluster_name, cluster_names, load_cluster
 from narrowgauge.trainer.cluster.plan.plan import make_plan, room_of
+from narrowgauge.trainer.experiment.grid import with_keys
 from narrowgauge.trainer.laboratory.advise.result import Advice, Answer
 from narrowgauge.trainer.laboratory.advise.space import Point, Setting, Space, layouts
 from narrowgauge.trainer.laboratory.arguments import Progress
 from narrowgauge.trainer.laboratory.settings import Values
 from narrowgauge.trainer.models import count_block_weights, model_config
-from narrowgauge.trainer.models.published import Published, published
+from narrowgauge.trainer.models.published import published
 from narrowgauge.trainer.runs import choose_device
 from narrowgauge.trainer.runs.monitor.hardware import device_name
 from narrowgauge.trainer.simulate import WholeCount, fitting
@@ -39,17 +39,8 @@ Least = list[tuple[Point, str, ParallelDims]]
 
 @dataclass(frozen=True)
 class Question:
-    """What an advice is asked for.
-
-    Attributes:
-        model: The named model.
-        machine: The cluster.
-        name: Its name, as the printed lines have it.
-        devices: Devices in all.
-        tokens: Tokens to train on; None for those that the hours pay for.
-        limit: The most hours.
-        price: The price of a device-hour.
-        data: The text that the lines name.
+    """What an advice is asked for: a model on some devices of a cluster, the cluster's name in the lines, the
+    tokens (None for those that the hours pay for), the most hours, the price of a device-hour, the text.
     """
 
     model: str
@@ -61,16 +52,11 @@ class Question:
     price: Price | None
     data: str | None
 
-    @cached_property
-    def published(self) -> Published | None:
-        """The model's published training."""
-        return published(self.model)
-
     def defaults(self, length: int | None, batch: int | None) -> tuple[Values, list[str]]:
         """The values that all settings share, with a length and batch in place of the published ones, and
         where they come from.
         """
-        found, sized = self.published, model_config(name=self.model)
+        found, sized = published(self.model), model_config(name=self.model)
         usual = (256, 8) if self.model in _SMALL else (min(1024, sized.max_sequence_length), 64)
         notes = [f"defaults: no training of {self.model} is published; rate and batch are narrowgauge's"]
         if found is not None:
@@ -86,7 +72,7 @@ class Question:
             "training": {"batch_size": batch or usual[1], "device": "cpu"},
             "recipe": {"name": "bf16"},
         }
-        make_config({**values, "training": values["training"] | {"micro_batch_size": 1}})
+        make_config(with_keys(values, {"training.micro_batch_size": 1}))
         return values, notes
 
     def advice(
@@ -96,8 +82,8 @@ class Question:
         lost = {one: why for one in recipes or RECIPES if (why := unfit(one, self.machine, bool(recipes)))}
         candidates = [one for one in recipes or RECIPES if one not in lost]
         answers, least = self._search(candidates, defaults, lost, show)
-        t = defaults["training"]
-        base = make_config({**defaults, "training": t | {"micro_batch_size": t["batch_size"]}})
+        whole = {"training.micro_batch_size": defaults["training"]["batch_size"]}
+        base = make_config(with_keys(defaults, whole))
         if not answers and not recipes:  # then all that may fit, emulated or not
             others = [one for one in narrower_recipes(base) if one not in candidates]
             answers, more = self._search(others, defaults, lost, show)
@@ -168,17 +154,19 @@ class Question:
     ) -> tuple[str, str]:
         """(the line that trains, the line that plans it)."""
         words = ["--model", self.model, "--recipe", name, "--steps", str(steps)]
-        words += ["--data.sequence_length", str(defaults["data"]["sequence_length"])]
-        words += ["--training.batch_size", str(defaults["training"]["batch_size"]), *setting.options]
-        for axis in ("pipeline", "replicate", "shard", "tensor"):
-            if (count := getattr(dims, axis)) > 1:
-                words += [f"--parallel.{axis}", str(count)]
-        if self.published is not None:
-            config = published_config(self.model, self.published, steps)
+        shared = {"data.sequence_length": defaults["data"]["sequence_length"]}
+        shared |= {"training.batch_size": defaults["training"]["batch_size"], **setting.keys}
+        axes = {
+            f"parallel.{axis}": getattr(dims, axis) for axis in ("pipeline", "replicate", "shard", "tensor")
+        }
+        shared |= {axis: count for axis, count in axes.items() if count > 1}
+        if (found := published(self.model)) is not None:
+            config = published_config(self.model, found, steps)
             for section in ("optimizer", "schedule"):
                 for key, value in config[section].items():
-                    text = f"{value:.4g}" if isinstance(value, float) else f"{value}"
-                    words += [f"--{section}.{key}", text]
+                    shared[f"{section}.{key}"] = f"{value:.4g}" if isinstance(value, float) else value
+        for key, value in shared.items():
+            words += [f"--{key}", str(value).lower()] if value is not False else []
         words += [] if self.data is None else ["--data", self.data]
         planned = ["narrowgauge", "plan", *words, "--cluster", self.name, "--devices", str(dims.size)]
         return shlex.join([*self._start(dims.size), "train", *words]), shlex.join(planned)

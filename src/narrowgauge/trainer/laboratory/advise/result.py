@@ -66,11 +66,6 @@ class Answer:
         return None if self.price is None else self.device_hours * self.price.amount
 
     @property
-    def currency(self) -> str:
-        """The currency of the price."""
-        return "" if self.price is None else self.price.currency
-
-    @property
     def hours(self) -> float:
         """Hours of all its tokens, as expected."""
         return 24 * self.days
@@ -109,7 +104,7 @@ class Answer:
             "days": self.days,
             "device_hours": self.device_hours,
             "cost": self.cost,
-            "currency": self.currency,
+            "currency": self.price.currency if self.price else "",
             "gap_percent": None if gap is None else gap.as_json(),
             "extra_tokens_percent": self.extra_tokens,
             "evidence": self.forecast.points,
@@ -194,7 +189,7 @@ def _cells(number: int, a: Answer) -> tuple[str, ...]:
         f"{a.memory_gib:.1f}",
         human_count(a.tokens),
         human_duration(86_400 * a.days),
-        f"{a.device_hours:,.0f} device-hours" if a.cost is None else f"{a.cost:,.2f} {a.currency}".strip(),
+        f"{a.cost:,.2f} {a.price.currency}".strip() if a.price else f"{a.device_hours:,.0f} device-hours",
         *_evidence(a),
     )
 

@@ -20,6 +20,7 @@ from narrowgauge.distributed import ParallelDims
 from narrowgauge.system.devices import imagine
 from narrowgauge.trainer.cluster.plan.cluster_spec import Cluster
 from narrowgauge.trainer.cluster.plan.plan import expected_time, room_of
+from narrowgauge.trainer.experiment.grid import with_keys
 from narrowgauge.trainer.simulate import StepEstimate, WholeCount, estimate_step
 from narrowgauge.trainer.training import Config, make_config
 from narrowgauge.trainer.training.config.micro_batch import fitting_sizes
@@ -51,25 +52,11 @@ class Setting:
         return ", ".join(found)
 
     @property
-    def options(self) -> list[str]:
-        """The setting as options of a command line."""
-        words = ["--training.micro_batch_size", str(self.micro_batch_size)]
-        if self.recompute:
-            words += ["--training.recompute", str(self.recompute).lower()]
-        if self.chunked_loss:
-            words += ["--training.chunked_loss", "true"]
-        return words + (["--recipe.offload", self.offload] if self.offload else [])
-
-    def put(self, values: Mapping[str, Mapping[str, Any]]) -> Config:
-        """The configuration of some values with this setting."""
-        training = {
-            "micro_batch_size": self.micro_batch_size,
-            "recompute": self.recompute,
-            "chunked_loss": self.chunked_loss,
-        }
-        recipe = {"offload": self.offload} if self.offload else {}
-        sections = {"training": {**values["training"], **training}, "recipe": {**values["recipe"], **recipe}}
-        return make_config({**values, **sections})
+    def keys(self) -> dict[str, int | str]:
+        """The setting as keys of the configuration."""
+        training = {"micro_batch_size": self.micro_batch_size, "recompute": self.recompute}
+        keys = {f"training.{k}": v for k, v in {**training, "chunked_loss": self.chunked_loss}.items()}
+        return keys | ({"recipe.offload": self.offload} if self.offload else {})
 
     def is_beyond(self, other: "Setting") -> bool:
         """Whether it lies further along the axes that lower memory and speed: it is slower."""
@@ -83,15 +70,8 @@ class Setting:
 
 @dataclass(frozen=True)
 class Point:
-    """A setting that was planned.
-
-    Attributes:
-        setting: The setting.
-        config: Its configuration.
-        step: Memory and traffic of a step.
-        needed: Bytes that a step needs of a device.
-        fits: Whether it has them.
-        seconds: The expected seconds of a step; 0 where it was not timed.
+    """A setting that was planned: its configuration, the bytes that a step needs of a device, whether it has
+    them, and the expected seconds of a step, 0 where it was not timed.
     """
 
     setting: Setting
@@ -106,12 +86,8 @@ class Point:
 class Space:
     """The settings of one recipe and one layout on a cluster, each planned at most once.
 
-    Attributes:
-        values: The values that all settings share; the recipe and the batch are among them.
-        dims: The layout, without expert parallelism.
-        cluster: The cluster.
-        counts: The count of each setting that was timed; layouts of a recipe share it.
-        planned: The point of each setting that was planned.
+    `values` are what all settings share, the recipe and the batch among them; `counts` the count of each
+    setting that was timed, which the layouts of a recipe share.
     """
 
     values: Mapping[str, Mapping[str, Any]]
@@ -131,7 +107,7 @@ class Space:
     def at(self, setting: Setting) -> Point:
         """The point of a setting, planned for memory."""
         if setting not in self.planned:
-            config = setting.put(self.values)
+            config = make_config(with_keys(self.values, setting.keys))
             room = room_of(config, self.cluster)
             with imagine(self.cluster.facts):
                 step = estimate_step(config, self.dims)

@@ -21,7 +21,7 @@ from narrowgauge.optim import decay_start, learning_rate
 from narrowgauge.recipes import BACKENDS, GROUPS, KEYS, Recipe, recipe
 from narrowgauge.system.errors import UserError, nearest, require, unknown
 from narrowgauge.system.toml_text import parse_toml, toml_value
-from narrowgauge.trainer.data import split_sources
+from narrowgauge.trainer import data
 from narrowgauge.trainer.models import model_config
 from narrowgauge.trainer.training.config.micro_batch import largest_size, what_fits
 from narrowgauge.trainer.training.config.named import config_names, named_config
@@ -169,7 +169,7 @@ def make_config(values: Mapping[str, Mapping[str, Any]]) -> Config:
             "schedule.kind = 'constant' has none; choose another kind, or write from_share in the rule"
         )
     if config.data.weights:
-        split_sources(config.data.source, config.data.weights)
+        data.split_sources(config.data.source, config.data.weights)
     t, alone = config.training, ParallelDims()
     if t.fit_micro_batch:
         config = config.with_micro_batch_size(largest_size(t.batch_size, alone, t.micro_batch_size))

@@ -29,7 +29,6 @@ from narrowgauge.recipes import BACKENDS, GROUPS
 from narrowgauge.recipes.places import COMPUTE, PLACES
 from narrowgauge.system.errors import UserError
 from narrowgauge.system.units import parse_bytes
-from narrowgauge.trainer.data import AUTO
 from narrowgauge.trainer.models import ModelConfig
 from narrowgauge.trainer.training.config.synonyms import Key
 
@@ -111,7 +110,7 @@ class DataSection(Section):
     )
     weights: tuple[_Weight, ...] = Field((), description="of the sources; none: as their numbers of tokens")
     tokenizer: Annotated[str, Takes("bytes|bpe-N|FILE")] = Field(
-        AUTO,
+        "auto",
         description="bytes, bpe-N (learnt from the text), a file, or auto: the data's own, else bpe-4096",
     )
     sequence_length: Annotated[int, Also("seq-len")] = Field(256, ge=2, description="tokens of a sequence")
