@@ -179,7 +179,7 @@ def test_fp8_in_100_lines_learns_and_is_what_convert_computes():
         assert sum(losses[-50:]) == pytest.approx(sum(names["narrow"][-50:]), rel=0.02)
 
 
-#: In distributed/test_data_parallel.py, optim/test_loop_state.py and nn/test_huggingface.py.
+#: In distributed/test_fsdp.py, optim/test_loop_state.py and nn/test_huggingface.py.
 ELSEWHERE = {
     "`DistributedDataParallel`",
     "`ng.prepare_ddp`, then `DistributedDataParallel`",

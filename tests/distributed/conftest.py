@@ -1,6 +1,5 @@
-"""Small groups of real processes: each rank a separate process, or all of them under torchrun."""
+"""Small groups of real processes, each rank a separate one."""
 
-import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 import pytest
 
 from support.fault_jobs import free_port
-from support.processes import TORCHRUN, Narrowgauge, Process
+from support.processes import Narrowgauge
 
 MEMBER = Path(__file__).with_name("coordinator_member.py")
 
@@ -20,9 +19,6 @@ class Run:
     def __init__(self, path: Path) -> None:
         self.path = path
         path.mkdir(exist_ok=True)
-
-    def pid(self, rank: int) -> int:
-        return int((self.path / f"pid-of-{rank}").read_text())
 
     @staticmethod
     def until(arrived: Callable[[], object], seconds: float = 30.0) -> None:
@@ -59,24 +55,6 @@ def rank(narrowgauge, run, port):
         return narrowgauge.start(run.path, *words, script=MEMBER, **place)
 
     return start
-
-
-@pytest.fixture
-def torchrun(narrowgauge: Narrowgauge, run: Run) -> Iterator[Callable[..., Process]]:
-    """Start two ranks under torchrun."""
-    started = []
-
-    def start(*words: str) -> Process:
-        options = ["--standalone", "--nproc-per-node", "2", MEMBER, run.path]
-        process = narrowgauge.start(*options, *words, script=TORCHRUN, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="5")
-        started.append(process)
-        return process
-
-    yield start
-    for process in started:
-        if process.is_running:
-            process.send(signal.SIGKILL)
-            process.wait()
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,6 @@
 
 steps=N        how many (2000); a step takes 10 ms
 raise=R@S      rank R raises in step S: a ValueError, or what `error` names
-hang=R@S       rank R never leaves step S
 hang_s=X       the run's patience
 rendezvous_s=X how long to wait for missing ranks
 wait=X         seconds between the first moment that a signal is noted and looking for the other ranks
@@ -37,8 +36,6 @@ def steps(coordinator: Coordinator, run: Path, requests, options: dict[str, str]
         coordinator.progress(f"step {step}")
         if is_due(coordinator, options.get("raise"), step):
             raise ERRORS[options.get("error", "value")](f"the trouble of step {step}")
-        while is_due(coordinator, options.get("hang"), step):
-            time.sleep(1)
         if coordinator.size > 1:
             torch.distributed.all_reduce(weights)
         time.sleep(0.01)
@@ -58,13 +55,11 @@ def work(coordinator: Coordinator, run: Path, requests, options: dict[str, str])
             write_whole(run / "status", text)
 
     with lock_run(run, coordinator.rank, coordinator.barrier):
-        (run / f"pid-of-{coordinator.rank}").write_text(str(os.getpid()))
         coordinator.record_failures_in(
             run, lambda sentence: write_whole(run / "status", f"failed {sentence}")
         )
         assert coordinator.broadcast({"from": coordinator.rank}) == {"from": 0}
-        if "early" not in options:
-            requests.save_first()
+        requests.save_first()
         try:
             with coordinator.first_failure():
                 steps(coordinator, run, requests, options)

@@ -5,8 +5,22 @@ from itertools import product
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from narrowgauge.system.collectives import comm_tag, current_comm_tag, local_amax
+from distributed.ranks import on_ranks
+from narrowgauge.distributed.comm.byte_counter import CommCounter
+from narrowgauge.kernels.cast import amaxes_of
+from narrowgauge.system.collectives import (
+    all_gather_rows,
+    all_reduce_flat,
+    all_reduce_max,
+    all_reduce_max_,
+    all_reduce_values,
+    broadcast_object,
+    gather_objects,
+    local_amax,
+    reduce_scatter_rows,
+)
 
 SHAPES = [(1,), (7, 5), (33, 129), (1000,), (4096, 17), (0,), (0, 3)]
 FILLS = {
@@ -48,36 +62,56 @@ def test_the_local_amax_is_that_of_three_other_ways_to_the_bit(dtype, how):
 
 @pytest.mark.tier("thorough", keep=(3,))
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_amaxes_values_objects_and_sums_of_all_ranks(ranks, world):
+@on_ranks()
+def test_amaxes_values_objects_and_sums_of_all_ranks():
     """Without a group nothing is replaced; the first rank of a group is not that of the world."""
+    rank, world, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+
+    def tensors_of(r):  # the second one is empty on odd ranks
+        generator = torch.Generator().manual_seed(r)
+        return [torch.randn(5, 3, generator=generator), torch.randn(0 if r % 2 else 4, generator=generator)]
+
+    with CommCounter() as counter:
+        each = all_reduce_max(amaxes_of(tensors_of(rank)), [group])
+    of_all = [tensors_of(r) for r in range(world)]
+    expected = [torch.cat([t[i].flatten() for t in of_all]).abs().amax() for i in range(2)]
+    assert torch.equal(each, torch.stack(expected))
+    poison = [math.nan, math.inf, -math.inf]
+    bad = [torch.tensor([1.0, value if rank == world - 1 else 2.0]) for value in poison]
+    assert all_reduce_max(amaxes_of(bad), [group]).tolist() == [math.inf] * 3
+    alone = all_reduce_max(amaxes_of([torch.tensor([math.nan, 1]), torch.tensor([-math.inf])]), [])
+    assert [str(x) for x in alone.tolist()] == ["nan", "inf"]
+    flags = [torch.tensor(float(rank)), torch.tensor(-1.0 if rank else 0.0)]
+    all_reduce_max_(flags, group)
+    all_reduce_max_([], group)
+    assert flags == [world - 1, 0]
+    sums = [torch.tensor([[1.0, 2.0]]), torch.tensor([3.0]), torch.tensor(4.0)]
+    with counter:
+        all_reduce_flat(sums, group)
+        all_reduce_flat([], group)
+    assert [t.tolist() for t in sums] == [[[world, 2 * world]], [3 * world], 4 * world]
+    assert counter.calls == {"amax": 1, "reduce": 1}
+    assert all_reduce_values([rank, 1 / 3], [None], "cpu", torch.float64) == [
+        world * (world - 1) / 2,
+        world / 3,
+    ]
+    assert all_reduce_values([2**53 + 1], [group], "cpu", torch.int64) == [world * 2**53 + world]
+    assert gather_objects({"rank": rank, "list": [rank] * rank}, group) == [
+        {"rank": r, "list": [r] * r} for r in range(world)
+    ]
+    assert broadcast_object({"from": rank}, group) == {"from": 0}
     first = max(world - 2, 0)
-    for found in ranks(world, "jobs_comm.collectives"):
-        assert found == {
-            "calls": {"amax": 1, "reduce": 1},
-            "amaxes are those of all": True,
-            "not finite": [math.inf] * 3,
-            "alone": ["nan", "inf"],
-            "sums": [world * (world - 1) / 2, world / 3],
-            "integers": [world * 2**53 + world],
-            "largest": [world - 1, 0],
-            "gathered": [{"rank": rank, "list": [rank] * rank} for rank in range(world)],
-            "broadcast": {"from": 0},
-            "last": f"from {first}",
-            "flat": [[[world, 2 * world]], [3 * world], 4 * world],
-        }
+    some = dist.new_group(list(range(first, world)))
+    assert rank < first or broadcast_object(f"from {rank}", some) == f"from {first}"
 
 
-def test_torchs_own_collectives_are_counted(ranks):
-    for sent, calls in ranks(3, "jobs_comm.counted"):
-        n = 4 * 12 * 3
-        assert sent == {"gather": 2 * n, "reduce": 2 * n / 3, "other": 4 * n / 3}
-        assert calls == {"gather": 1, "reduce": 1, "other": 1}
-
-
-def test_tags_nest_and_end():
-    assert current_comm_tag() == ""
-    with comm_tag("reduce"):
-        with comm_tag("amax"):
-            assert current_comm_tag() == "amax"
-        assert current_comm_tag() == "reduce"
-    assert current_comm_tag() == ""
+@on_ranks(3)
+def test_torchs_own_collectives_are_counted():
+    x, n = torch.zeros(36), 4 * 12 * 3
+    with CommCounter() as traffic:
+        all_gather_rows(x, dist.group.WORLD)
+        reduce_scatter_rows(x.view(3, 12), dist.group.WORLD)
+        dist.all_reduce(x)
+        dist.barrier()
+    assert traffic.sent == {"gather": 2 * n, "reduce": 2 * n / 3, "other": 4 * n / 3}
+    assert traffic.calls == {"gather": 1, "reduce": 1, "other": 1}

@@ -1,4 +1,7 @@
-"""Ranks meet, agree, and fail with one error that is printed once; real processes, gloo, real signals."""
+"""Ranks meet, agree, stop together, and fail with one error that is printed once; real processes and signals.
+
+tests/faults stops, kills and interrupts ranks of whole trainings.
+"""
 
 import signal
 import socket
@@ -60,13 +63,6 @@ def test_a_port_in_use_is_named_with_the_fix(rank, port):
         assert words in one_sentence(ended)
 
 
-@pytest.mark.tier("thorough")
-def test_something_else_at_the_port_is_an_error(rank, port):
-    with socket.create_server(("localhost", port)):
-        (ended,) = ends([rank(1, "rendezvous_s=3")], 2)
-    assert f"localhost:{port}" in one_sentence(ended)
-
-
 def test_runs_of_one_launcher_are_separate_by_name(port):
     world = World(0, 1, 0, 1, 0, 1, "localhost", port)
     store = open_store(world, {"NARROWGAUGE_RENDEZVOUS": "one"}, 5, keep=True)
@@ -112,3 +108,41 @@ def test_a_rank_that_is_killed_is_detected_by_its_silence(rank, run, port, numbe
         assert "Traceback" not in ended[1].err
         assert "rank 0 failed" in run.text("status")
         assert f"rank 0 failed: it or its launcher is gone from localhost:{port}" in ended[1].err
+
+
+@pytest.mark.tier("thorough", keep=("SIGUSR1",))
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=lambda n: n.name)
+def test_a_signal_to_one_rank_stops_all_after_one_step_and_one_save(rank, run, number):
+    both = [rank(r) for r in (0, 1)]
+    run.until(run.is_under_way)
+    both[number % 2].send(number)
+    ended = ends(both, 75, 75)
+    step = run.text("step-of-0")
+    assert run.text("step-of-1") == step
+    assert run.text("saved") == f"{step}\n"
+    assert run.text("status") == f"preempted signal {number.value} after step {step}"
+    assert ended[0].err == f"rank: signal {number.value} after step {step}\n"
+
+
+@pytest.mark.tier("thorough", keep=("1",))
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_rank_that_is_asked_before_it_meets_the_others_ends_them_all(rank, run, first):
+    asked = rank(first, "wait=0.5")
+    run.until((run.path / f"ready-{first}").exists)
+    asked.send(signal.SIGTERM)
+    assert "SIGTERM before a step was done" in ends([asked, rank(1 - first)], 75, 75)[0].err
+
+
+def test_a_run_is_in_use_while_any_rank_lives(rank, run, port):
+    both = [rank(r, "hang_s=60") for r in (0, 1)]
+    run.until(run.is_under_way)
+    try:
+        both[1].send(signal.SIGSTOP)
+        both[0].send(signal.SIGKILL)
+        both[0].wait()
+        again = ends([rank(r, MASTER_PORT=str(port + 1)) for r in (0, 1)], 2, 2)
+        assert f"is in use by process {both[1].pid} on host" in one_sentence(*again)
+    finally:
+        both[1].send(signal.SIGKILL)
+        both[1].wait()
+    ends([rank(r, "steps=3", MASTER_PORT=str(port + 2)) for r in (0, 1)], 0, 0)  # nothing that is left blocks

@@ -1,21 +1,63 @@
 """Experts that lie on different processes: the numbers of one process, and checkpoints for any number."""
 
+import copy
 import json
 
 import pytest
 import torch
+import torch.distributed as dist
 
+import narrowgauge as ng
+from distributed.ranks import on_ranks
+from narrowgauge.distributed import Mesh, ParallelDims
+from narrowgauge.nn import set_step
 from narrowgauge.trainer.checkpoint import load
+from narrowgauge.trainer.distributed.parallel.expert_parallel import divide_experts
+from narrowgauge.trainer.models import Transformer, initialize, model_config
+
+CPU = torch.device("cpu")
+
+
+def gradients(model, experts, first, x_BTD, dy_BTD):
+    set_step(model, 0, 1, first)
+    x_BTD = x_BTD.clone().requires_grad_()
+    # dx without the router's part, a product of other shape, whose last bits may differ
+    experts.router.register_forward_pre_hook(lambda _, inputs: inputs[0].detach())
+    y_BTD = experts(x_BTD)
+    y_BTD.backward(dy_BTD)
+    named = {name: p.grad for name, p in experts.named_parameters()}
+    return {"y": y_BTD.detach(), "dx": x_BTD.grad, **named}
 
 
 @pytest.mark.tier("thorough", keep=("fp32", "mxfp8"))
 @pytest.mark.parametrize("recipe", ["fp32", "fp8", "mxfp8"])
-def test_an_expert_sees_the_matrix_of_one_process_with_all_tokens(ranks, recipe):
+@on_ranks(2)
+def test_an_expert_sees_the_matrix_of_one_process_with_all_tokens(recipe):
     """To the bit: scales, blocks along the tokens of two processes, random bits; an expert without any."""
-    everyone = ranks(2, "jobs_training.layer_of_experts", recipe=recipe, unused=4)
-    assert [unlike for unlike, _ in everyone] == [[], []]
-    held = [{name.split(".")[0] for name in names} for _, names in everyone]
-    assert held == [{"y", "dx", "0", "1", "2"}, {"y", "dx", "3", "4", "5"}]
+    rank, count = dist.get_rank(), dist.get_world_size()
+    sizes = {"dim": 64, "layers": 1, "heads": 2, "ffn_dim": 64, "vocab_size": 100, "experts": 6}
+    model = Transformer(model_config("debug", **sizes))
+    initialize(model, 0)
+    with torch.no_grad():
+        model.blocks[0].experts.router.weight[4] = -100.0
+    stochastic = {"cast": "e4m3", "rounding": "stochastic"}
+    narrow = ng.recipe(recipe).with_places({"dgrad.dy": stochastic, "wgrad.dy": stochastic})
+    one = ng.convert(model, narrow).blocks[0].experts
+    several = copy.deepcopy(model)
+    divide_experts(several, Mesh(ParallelDims(shard=count, expert=count), CPU), batch_size=count)
+    divided = several.blocks[0].experts
+    x_BTD = torch.rand(count, 9, 64, generator=torch.Generator().manual_seed(1))
+    dy_BTD = torch.randn(count, 9, 64, generator=torch.Generator().manual_seed(2))
+    alone = gradients(model, one, 0, x_BTD, dy_BTD)
+    ours = gradients(several, divided, rank, x_BTD[rank : rank + 1], dy_BTD[rank : rank + 1])
+    for name in ("y", "dx"):
+        alone[name] = alone[name][rank : rank + 1]
+    ours.pop("router.weight")  # the sum over processes is FSDP's
+    with torch.no_grad():  # then an expert without tokens also computes
+        divided(x_BTD[rank : rank + 1])
+    assert [name for name, t in ours.items() if not torch.equal(t, alone[name])] == []
+    own = {"0", "1", "2"} if rank == 0 else {"3", "4", "5"}
+    assert {name.split(".")[0] for name in ours} == {"y", "dx"} | own
 
 
 MOVED = {"model", "optimizer"}  # to begin a step takes the amax of the last one into the histories
@@ -29,8 +71,7 @@ def same(path, other):
     return {g for g in one if all(torch.equal(t, two[g][name]) for name, t in one[g].items())}
 
 
-@pytest.mark.tier("nightly", keep=1)
-@pytest.mark.tier("thorough")
+@pytest.mark.tier("thorough", nightly=1)
 @pytest.mark.parametrize("recipe", ["fp8-delayed", "msamp-o2"])
 def test_a_checkpoint_is_resumed_to_the_bit_and_by_one_process(ranks, text, tmp_path, recipe):
     values = {

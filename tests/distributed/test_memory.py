@@ -18,8 +18,7 @@ CASES = [
 ]
 
 
-@pytest.mark.tier("nightly", keep=4)
-@pytest.mark.tier("thorough")
+@pytest.mark.tier("thorough", nightly=4)
 @pytest.mark.parametrize(("recipe", "parallel"), CASES, ids=str)
 def test_two_ranks_take_what_is_expected(ranks, text, recipe, parallel):
     values = {

@@ -7,7 +7,6 @@ a single element, which with a small learning rate does not grow.
 """
 
 import json
-from itertools import cycle
 from math import inf, isfinite
 
 import pytest
@@ -36,11 +35,9 @@ LAYOUTS = {
 OTHERS = {
     "fsdp 3": {"shard": 3},
     "pp 2 x chunks 2": {"pipeline": 2, "chunks": 2},
-    "ep 2": {"shard": 2, "expert": 2},
     "ep 2, zero 1": {"shard": 2, "expert": 2, "zero": 1},
     "ep 2 x fsdp 2": {"shard": 4, "expert": 2},
     "ep 2 x ddp 2": {"replicate": 2, "shard": 2, "expert": 2},
-    "pp 2 x ep 2, zero 1": {"pipeline": 2, "shard": 2, "expert": 2, "zero": 1},
 }
 # Gradients of these are themselves narrow where they rest and travel: each sum is rounded, so it depends on
 # how many there are. With wide sums they are as exact as the others.
@@ -64,18 +61,15 @@ class Parity:
     def __init__(self, ranks, base, directory):
         self.ranks, self.base, self.directory, self.case, self.alone = ranks, base, directory, None, None
 
-    def __call__(self, layout, recipe, changes=(), steps=3, alone=1, **how):
+    def __call__(self, layout, recipe, changes=(), steps=3, **how):
         """(what one process returns, what each of several returns), under a recipe with changes.
 
-        One process has micro-batches of `alone` sequences, the others of one. There are two blocks only where
-        stages need them.
+        There are two blocks only where stages need them.
         """
         parallel = (LAYOUTS | OTHERS)[layout]
         layers = 2 if "pp" in layout or "fsdp" in layout else 1
         values = with_keys(self.base, {"recipe.name": recipe, "model.layers": layers, **dict(changes)})
         how |= {"values": values, "steps": steps, "path": str(self.directory / "alone.safetensors")}
-        if alone > 1:
-            how["values"] = values | {"training": values["training"] | {"micro_batch_size": alone}}
         if self.case != (case := json.dumps(how, sort_keys=True)):
             self.case, (self.alone,) = case, self.ranks(1, "jobs_training.alone", **how)
         how["values"] = values | {"parallel": parallel}
@@ -128,17 +122,16 @@ def differences(alone, everyone):
     return found
 
 
-def check(alone, everyone, bound=1e-5, tensors=1e-3, val=None, operands=True):
+def check(alone, everyone, bound=1e-5, tensors=1e-3):
     """Bit-equal operands in the first step and channels that are kept; losses, norms, weights and moments."""
     unlike = [each["unlike"] for each in everyone]
-    if operands:
-        assert not any(unlike), unlike
-        assert all(each["seen"] for each in everyone)
+    assert not any(unlike), unlike
+    assert all(each["seen"] for each in everyone)
     for told in everyone:
         assert told["chosen"] == {n: t for n, t in alone["chosen"].items() if n in told["chosen"]}
     assert {n for told in everyone for n in told["chosen"]} == set(alone["chosen"])
     found = differences(alone, everyone)
-    bounds = {"loss": bound, "norm": bound, "val": val or bound, "moved": tensors, "m": tensors, "v": tensors}
+    bounds = {"loss": bound, "norm": bound, "val": bound, "moved": tensors, "m": tensors, "v": tensors}
     assert {kind: d for kind, d in found.items() if d > bounds[kind]} == {}
 
 
@@ -222,6 +215,8 @@ FEATURES = {
     "experts": ("nvfp4", EXPERTS, ("fsdp 2",)),
     "experts' histories": ("fp8-delayed", EXPERTS, ("ddp 2",)),
     "experts of stages": ("mxfp8", EXPERTS | {"training.balance_loss": 0.0}, ("pp 2",)),
+    # bf16: an expert that is not narrow computes the same whichever tokens it has together
+    "divided experts": ("bf16", EXPERTS | GPT_2_MLP, ("ep 2, zero 1", "ep 2 x fsdp 2", "ep 2 x ddp 2")),
     "recomputed chunks": ("fp8", recomputed(True), ("pp 2 x chunks 2",)),
     "recomputed in part": ("fp8", recomputed("selective"), ("pp 2", "fsdp 2")),
     "rows": ("msamp-o2", GPT_2 | UNEVEN | WIDE_SUMS, ("fsdp 4", "fsdp 3")),  # of 9 the fourth has none
@@ -240,8 +235,7 @@ def test_one_step_of_a_small_model(parity, layout):
     check(*parity(layout, "fp8", SMALL | STREAM, steps=1))
 
 
-@pytest.mark.tier("nightly", keep=[(name, f[2][0]) for name, f in FEATURES.items() if name not in LATER])
-@pytest.mark.tier("thorough")
+@pytest.mark.tier("thorough", nightly=[(name, f[2][0]) for name, f in FEATURES.items() if name not in LATER])
 @pytest.mark.parametrize(
     ("feature", "layout"),
     [
@@ -256,44 +250,7 @@ def test_what_looks_beyond_its_process_means_the_whole(parity, feature, layout):
     check(*parity(layout, recipe, changes))
 
 
-# What a layer sees of a token depends on that token, and in wgrad on others of its sequence: the micro-batch
-# does not matter, but for an expert. Its tokens come from two sequences, so blocks along them mix these.
-ROWS = {
-    "recipe.dgrad.dy": {"cast": "mxfp8", "rounding": "stochastic"},
-    "recipe.wgrad.dy": {"cast": "mxfp4", "rounding": "stochastic", "hadamard": 32},
-    "recipe.wgrad.x": {"cast": "mxfp4", "hadamard": 32},
-    "training.balance_loss": 0.0,
-}
-EXPERT_PAIRS = [
-    ("fp8-delayed", "ep 2 x ddp 2"),
-    ("mxfp8", "ep 2"),
-    ("fp8-delayed", "ep 2"),
-    ("msamp-o2", "ep 2"),
-    ("mxfp8", "ep 2 x fsdp 2"),
-]
-OTHER_TEXT = 0.01  # one process validates on batches of two sequences, the others on batches of one
-
-
-@pytest.mark.tier("nightly", keep=1)
-@pytest.mark.tier("thorough")  # test_experts.py compares one layer, to the bit
-@pytest.mark.parametrize(("recipe", "layout"), EXPERT_PAIRS)
-def test_experts_on_different_processes(parity, recipe, layout):
-    """Two processes send each other the tokens that one alone has in a micro-batch of two sequences."""
-    changes = {"training.batch_size": 2 if layout == "ep 2" else 4} | (WIDE_SUMS if "msamp" in recipe else {})
-    check(*parity(layout, recipe, EXPERTS | ROWS | changes, alone=2), val=OTHER_TEXT)
-
-
-@pytest.mark.tier("nightly", keep=1)
-@pytest.mark.tier("thorough")  # test_experts.py compares one layer, to the bit
-@pytest.mark.parametrize("layout", ["pp 2 x ep 2, zero 1", "ep 2, zero 1"])
-def test_wide_experts_on_different_processes(parity, layout):
-    """An expert that is not narrow computes the same whichever tokens it has together."""
-    changes = {"training.balance_loss": 0.0} if "pp" in layout else {}
-    check(*parity(layout, "bf16", EXPERTS | GPT_2_MLP | changes), operands=False)
-
-
-@pytest.mark.tier("nightly", keep=1)
-@pytest.mark.tier("thorough")
+@pytest.mark.tier("thorough", nightly=1)
 @pytest.mark.parametrize("layout", ["zero 1", "ddp 2", "pp 2"])
 def test_overflow_is_everyones(parity, layout):
     """fp16, its loss scaled so far that gradients overflow: all skip the step, and scale it less."""
@@ -304,8 +261,7 @@ def test_overflow_is_everyones(parity, layout):
     check(alone, everyone)
 
 
-@pytest.mark.tier("nightly", keep=("fsdp 2", "pp 2"))
-@pytest.mark.tier("thorough")
+@pytest.mark.tier("thorough", nightly=("fsdp 2", "pp 2"))
 @pytest.mark.parametrize("layout", ["fsdp 2", "zero 1", "ddp 2", "pp 2"])
 def test_what_the_page_promises_to_the_last_bit(parity, layout):
     """In the recipe's own numbers: where two processes add in the order of one (`docs/parallel.md`)."""
@@ -336,8 +292,7 @@ DIFFERS = {
 }
 
 
-@pytest.mark.tier("nightly", keep=FEW)
-@pytest.mark.tier("thorough")
+@pytest.mark.tier("thorough", nightly=FEW)
 @pytest.mark.parametrize(
     ("recipe", "layout"),
     [pytest.param(*pair, marks=DIFFERS.get(pair, ())) for pair in dict.fromkeys([*FEW, *EVERY])],
@@ -345,17 +300,3 @@ DIFFERS = {
 def test_every_recipe_on_every_grid(parity, recipe, layout):
     sums = WIDE_SUMS if recipe in NARROW_SUMS else {}
     check(*parity(layout, recipe, LARGE | sums | BY_CHANCE.get(recipe, {})))
-
-
-@pytest.mark.tier("nightly", keep=("fsdp 2",))  # test_quantized_reduce.py compares each sum
-@pytest.mark.tier("thorough")
-@pytest.mark.parametrize(("layout", "recipe"), list(zip(LAYOUTS, cycle(NARROW_SUMS[::-1]), strict=False)))
-def test_narrow_sums_are_near(parity, recipe, layout):
-    """Before any sum of gradients the loss is the same; then each rounds, as often as there are sums."""
-    alone, everyone = parity(layout, recipe, LARGE)
-    found = differences(alone, everyone)
-    (first, _), (theirs, _) = everyone[0]["steps"][0], alone["steps"][0]
-    assert apart([first], [theirs]) < 1e-6
-    assert not any(each["unlike"] for each in everyone)
-    assert found["loss"] < 5e-3
-    assert found["norm"] < 2e-2

@@ -4,11 +4,31 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
+import narrowgauge as ng
+from distributed.ranks import on_ranks
+from distributed.small_model import D, batch, cut, equal, everyone, model, rows_of
+from narrowgauge.distributed.comm.byte_counter import CommCounter
+from narrowgauge.distributed.comm.grad_hooks import (
+    all_reduce_gradient_states,
+    quantize_fsdp_reduce,
+    quantized_comm_hook,
+    wire_formats,
+)
+from narrowgauge.distributed.comm.quantized_reduce import all_reduce, reduce_scatter
 from narrowgauge.distributed.comm.ring_reduce import ring_sum
+from narrowgauge.distributed.comm.shared_scales import WireFormat
 from narrowgauge.formats import decode, encode, round_to
 from narrowgauge.formats import format as format_named
+from narrowgauge.quantization import GradientState, PreScale, QuantContext, make_cast, quantize_in_context
+from narrowgauge.quantization.scales import fp32_scale
+from narrowgauge.system.errors import UserError
 
+NARROW = ("up.weight", "down.weight")
 POWERS = {"cast": "e4m3", "power_of_two": True}
 LEARNING = {**POWERS, "prescale": True}
 
@@ -43,44 +63,137 @@ def test_fp16_overflows_to_infinity_and_codes_saturate():
     assert decode(ring_sum(parts, 0, format_named("e4m3"))[0], format_named("e4m3")) == -448
 
 
+def by_hand(tensors, cast, destination, mu=1.0, encode=None):
+    """The sum of the ranks' tensors as the ring of `destination` rounds it."""
+    ranks = len(tensors)
+    order = [tensors[(destination + k) % ranks] for k in range(1, ranks + 1)]
+    if not cast.is_scaled:
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[cast.name]
+        total = order[0].to(dtype)
+        for x in order[1:]:
+            total = (total.float() + x.to(dtype).float()).to(dtype)
+        return total.float()
+    amax = max(float(t.abs().max()) for t in tensors)
+    if not all(bool(t.isfinite().all()) for t in tensors):
+        return torch.full_like(order[0], math.nan)
+    if encode is None:
+        encode = fp32_scale(torch.tensor(amax), cast.element, cast.power_of_two)[0] * mu
+    plain = make_cast({"cast": cast.name})
+    codes = [quantize_in_context(x, plain, -1, QuantContext(scale=encode)) for x in order]
+    values = [decode(q.codes, cast.element) for q in codes]
+    total = values[0]
+    for x in values[1:]:
+        total = round_to(total + x, cast.element)
+    return total * (1.0 / encode)
+
+
+def gradients_of(shapes, spread=4.0):
+    """Tensors that differ from rank to rank, some of them far larger on one."""
+    generator = torch.Generator().manual_seed(100 + dist.get_rank())
+    return [
+        torch.randn(shape, generator=generator)
+        * torch.randn(shape, generator=generator).mul(spread).exp2()
+        * 2.0 ** (7 * i - 5 * dist.get_rank())
+        for i, shape in enumerate(shapes)
+    ]
+
+
+def parts_of(flat, count):
+    """(rank, elements) of the equal parts of a flat tensor that ranks sum up."""
+    width = -(-len(flat) // count)
+    return [(d, slice(d * width, (d + 1) * width)) for d in range(count)]
+
+
+def scattered(casts, poison=None):
+    """A buffer as FSDP lays it, against the oracle; (the columns of each cast, what was sent)."""
+    casts = [make_cast(c) for c in casts]
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    widths = [7 * (i + 1) for i in range(len(casts))]
+    columns = gradients_of([(ranks, w) for w in widths])
+    if poison is not None and rank == 0:
+        columns[0][ranks - 1, 3] = poison
+    with CommCounter() as traffic:
+        wires = [WireFormat(c) for c in casts]
+        found = reduce_scatter(torch.cat(columns, 1), widths, wires, dist.group.WORLD)
+    for cast, part, column in zip(casts, found.split(widths), columns, strict=True):
+        every = everyone(column)
+        if cast.name == "fp32":
+            torch.testing.assert_close(part, sum(every)[rank])
+        else:
+            equal(part, by_hand(every, cast, rank)[rank])
+    return widths, traffic
+
+
 @pytest.mark.tier("thorough", keep=(3,))
 @pytest.mark.parametrize("world", [2, 3])
-def test_a_scattered_bucket(ranks, world):
+@on_ranks()
+def test_a_scattered_bucket():
     casts = ["e4m3", "fp32", "e5m2", "bf16", POWERS, "fp16", "fp32"]
-    for found in ranks(world, "jobs_comm.scattered", casts=casts):
-        size = {"fp32": 4, "bf16": 2, "fp16": 2}
-        # one byte an element of each e4m3 and e5m2, to each of the others
-        each = sum(size.get(str(c), 1) * w for c, w in zip(casts, found["widths"], strict=True))
-        assert found["sent"]["reduce"] == (world - 1) * each
-        assert found["calls"] == {"amax": 1, "reduce": 2}
+    widths, traffic = scattered(casts)
+    size = {"fp32": 4, "bf16": 2, "fp16": 2}
+    # one byte an element of each e4m3 and e5m2, to each of the others
+    each = sum(size.get(str(c), 1) * w for c, w in zip(casts, widths, strict=True))
+    assert traffic.sent["reduce"] == (dist.get_world_size() - 1) * each
+    assert traffic.calls == {"amax": 1, "reduce": 2}
 
 
 @pytest.mark.parametrize(("cast", "poison"), [("e4m3", math.inf), ("e5m2", math.nan)])
-def test_what_is_not_finite_anywhere_is_nan_everywhere(ranks, cast, poison):
-    ranks(2, "jobs_comm.scattered", casts=[cast], poison=poison)
+@on_ranks(2)
+def test_what_is_not_finite_anywhere_is_nan_everywhere(cast, poison):
+    scattered([cast], poison)
+
+
+def assert_is_sum(found, every, cast, divisor=1):
+    """A tensor that is reduced everywhere: the same on all ranks, and of each part what its rank sums up."""
+    for other in everyone(found):
+        equal(found, other)
+    found, flat = found.flatten(), [t.flatten() for t in every]
+    for d, part in parts_of(flat[0], len(flat)):
+        if cast.name == "fp32":
+            torch.testing.assert_close(found[part], sum(flat)[part] / divisor)
+        else:
+            equal(found[part], by_hand(flat, cast, d)[part] / divisor)
 
 
 @pytest.mark.tier("thorough", keep=(3,))
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_a_list_reduced_everywhere(ranks, world):
-    ranks(world, "jobs_comm.reduced_everywhere", casts=["e4m3", "bf16", "fp32"])
+@on_ranks()
+def test_a_list_reduced_everywhere():
+    """Of tensors of odd sizes."""
+    casts = [make_cast(c) for c in ("e4m3", "bf16", "fp32")]
+    mine = gradients_of([(5, 3), (11,), (4, 4)])
+    every = [everyone(x) for x in mine]
+    all_reduce(mine, [WireFormat(c) for c in casts], dist.group.WORLD)
+    for cast, x, of_all in zip(casts, mine, every, strict=True):
+        assert_is_sum(x, of_all, cast)
 
 
-def test_bytes_of_an_all_reduce(ranks):
-    (found, _) = ranks(2, "jobs_comm.reduced_everywhere", casts=["e4m3", "e4m3"])
-    # 15 and 11 elements, padded to 16 and 12: half of them there, half of the sums back
-    assert found["sent"] == {"amax": 8, "reduce": (16 + 12) / 2 + (16 + 12) / 2}
-    assert found["calls"] == {"amax": 1, "reduce": 2}
+#: Of each number of ranks: the sums of steps in which all have one large gradient, and how many overflow.
+#: The factor then leaves room; 1344 lies between 1280 and 1408.
+LEARNED = {2: ([448, 896, 896], 1), 3: ([448, 896, 1280, 1280], 2)}
 
 
-def test_the_factor_learns_how_many_ranks_there_are(ranks):
-    two, three = ranks(2, "jobs_comm.learned", steps=3), ranks(3, "jobs_comm.learned", steps=4)
-    assert all(history == two[0] for history in two)
-    assert all(history == three[0] for history in three)
-    assert [mu for mu, _, _ in two[0]] == [1, 0.5, 0.5]
-    assert [total for _, _, total in two[0]] == [448, 896, 896]  # cut once, then there is room
-    assert [total for _, _, total in three[0]] == [448, 896, 1280, 1280]  # 1344 lies between 1280 and 1408
-    assert [share > 0 for _, share, _ in three[0]] == [True, True, False, False]
+@pytest.mark.parametrize("world", LEARNED)
+@on_ranks()
+def test_the_factor_learns_how_many_ranks_there_are():
+    totals, overflows = LEARNED[dist.get_world_size()]
+    cast, x = make_cast(LEARNING), torch.full((64,), 448.0)
+    wire = WireFormat(cast, PreScale())
+    for step, total in enumerate(totals):
+        wire.prescale.end_step()
+        mu = 2.0 ** math.floor(math.log2(float(wire.prescale.tensors["mu"])))
+        y = x.clone()
+        all_reduce([y], [wire], dist.group.WORLD)
+        equal(y, by_hand([x] * dist.get_world_size(), cast, 0, mu))
+        assert float(y[0]) == total
+        assert (float(wire.prescale.tensors["overflowed"]) > 0) == (step < overflows)
+
+
+def own_gradients(recipe, width):
+    """Every parameter's gradient on every rank alone, by name."""
+    alone = model(recipe, width)
+    alone(batch(dist.get_rank())).square().sum().backward()
+    return {name: everyone(p.grad) for name, p in alone.named_parameters()}
 
 
 FSDP = [
@@ -93,44 +206,125 @@ FSDP = [
 
 @pytest.mark.tier("thorough", keep=1)
 @pytest.mark.parametrize(("world", "reduce", "how"), FSDP, ids=str)
-def test_fsdp(ranks, world, reduce, how):
-    """Sums, and the averages that FSDP2 takes in a custom loop."""
-    every = ranks(world, "jobs_comm.sharded", reduce=reduce, **how)
-    width = how.get("width", 24)
-    rows = [-(-width // world) * 16, -(-16 // world) * width]  # of a shard: up and down
-    wide = [-(-16 // world)] * 3 + [-(-width // world)]  # norm, gain and bias
+@on_ranks()
+def test_fsdp(reduce, how):
+    """Sums, and the averages of a custom loop: every shard is the oracle's, rows dealt out as FSDP does."""
+    recipe = ng.recipe("bf16").with_places({"reduce": reduce, "gather": "fp32"})
+    ranks, rank, width = dist.get_world_size(), dist.get_rank(), how.get("width", 24)
+    expected = own_gradients(recipe, width)
+    net = cut(model(recipe, width), averages="averages" in how)
+    with CommCounter() as traffic:
+        net(batch(rank)).square().sum().backward()
+    for name, p in net.named_parameters():
+        prescale = getattr(net.get_submodule(name.rpartition(".")[0]), "reduce_prescale", None)
+        mu = 1.0 if prescale is None else 2.0 ** math.floor(math.log2(prescale.tensors["mu"]))
+        local, divisor = p.grad.to_local(), ranks if "averages" in how else 1
+        if name.endswith(NARROW):
+            whole = by_hand(expected[name], recipe.reduce, rank, mu)
+            equal(local, rows_of(whole, ranks, rank) / divisor)
+            assert mu == (0.5 if prescale else 1)  # below 1 / sqrt(ranks)
+        else:
+            torch.testing.assert_close(local, rows_of(sum(expected[name]), ranks, rank) / divisor)
+    rows = [-(-width // ranks) * 16, -(-16 // ranks) * width]  # of a shard: up and down
+    wide = [-(-16 // ranks)] * 3 + [-(-width // ranks)]  # norm, gain and bias
     size = 2 if reduce == "bf16" else 1
-    assert every[0]["sent"]["reduce"] == 2 * (world - 1) * (size * sum(rows) + 4 * sum(wide))
+    assert traffic.sent["reduce"] == 2 * (ranks - 1) * (size * sum(rows) + 4 * sum(wide))
 
 
 @pytest.mark.tier("thorough", keep=("e4m3",))
 @pytest.mark.parametrize("reduce", ["e4m3", "bf16", "fp32"])
-def test_ddp(ranks, reduce):
-    ranks(2, "jobs_comm.replicated", reduce=reduce)
+@on_ranks(2)
+def test_ddp(reduce):
+    """With the hook, the mean: all ranks alike, the oracle's."""
+    recipe = ng.recipe("bf16").with_places({"reduce": reduce})
+    expected = own_gradients(recipe, 13)
+    net = model(recipe, 13)
+    ddp = DistributedDataParallel(net)
+    ddp.register_comm_hook(None, quantized_comm_hook(wire_formats(net), dist.group.WORLD, divisor=2))
+    ddp(batch(dist.get_rank())).square().sum().backward()
+    for name, p in net.named_parameters():
+        cast = recipe.reduce if name.endswith(NARROW) else make_cast({"cast": "fp32"})
+        assert_is_sum(p.grad, expected[name], cast, 2)
 
 
 @pytest.mark.tier("thorough", keep=2)
 @pytest.mark.parametrize(
     ("grad", "reduce"), [(LEARNING, LEARNING), ("bf16", "e4m3"), ("bf16", "bf16"), ("fp32", "e4m3")]
 )
-def test_gradients_at_rest(ranks, grad, reduce):
-    for found in ranks(3, "jobs_comm.at_rest", grad=grad, reduce=reduce):
-        padded = [n + -n % 3 for n in found["elements"]]
-        size = 2 if reduce == "bf16" else 1
-        assert found["sent"]["reduce"] == 2 * 2 * size * sum(padded) // 3
+@on_ranks(3)
+def test_gradients_at_rest(grad, reduce):
+    """What all ranks hold afterwards is the sum, in the same bytes."""
+    grad, reduce = make_cast(grad), make_cast(reduce)
+    shapes = [(6, 8), (5, 4)]
+    mine = [GradientState(shape, grad) for shape in shapes]
+    for g, x in zip(mine, gradients_of(shapes), strict=True):
+        g.add(x, None)
+    before = [everyone(g.read()) for g in mine]
+    wires = [WireFormat(reduce, PreScale() if reduce.prescale else None) for _ in mine]
+    with CommCounter() as traffic:
+        all_reduce_gradient_states(mine, wires, dist.group.WORLD)
+    for g, of_all in zip(mine, before, strict=True):
+        factors = () if g.prescale is None else (g.prescale.tensors["overflowed"],)
+        for tensor in (*g.tensors.values(), *factors):
+            assert all(torch.equal(tensor, other) for other in everyone(tensor))
+        if grad.element == reduce.element:
+            assert_is_sum(g.read(), of_all, reduce)
+            continue
+        flat = [t.flatten() for t in of_all]
+        for d, part in parts_of(flat[0], len(flat)):
+            spacing = 2.0**-grad.element.mantissa_bits
+            expected = by_hand(flat, reduce, d)[part]
+            torch.testing.assert_close(g.read().flatten()[part], expected, rtol=spacing, atol=1e-2)
+    padded = [math.prod(s) + -math.prod(s) % 3 for s in shapes]
+    size = 2 if reduce.name == "bf16" else 1
+    assert traffic.sent["reduce"] == 2 * 2 * size * sum(padded) // 3
 
 
-def test_a_weight_in_pieces_has_one_scale(ranks):
-    every = ranks(4, "jobs_comm.in_pieces")
-    assert all(factor == every[0] for factor in every)
+@on_ranks(4)
+def test_a_weight_in_pieces_has_one_scale():
+    """Two pieces of a weight, each summed by two ranks: one scale, one factor, that of the whole."""
+    rank = dist.get_rank()
+    rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]  # ranks with the same piece
+    columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]  # ranks with the same samples
+    cast = make_cast({"cast": "e4m3", "prescale": True})
+    wire = WireFormat(cast, PreScale(mu=0), (columns[rank % 2], rows[rank // 2]))
+    (x,) = gradients_of([(6, 4)])
+    every = everyone(x)
+    all_reduce([x], [wire], rows[rank // 2])
+    amax = max(float(t.abs().max()) for t in every)
+    encode_scale = fp32_scale(torch.tensor(amax), cast.element)[0] * 0.5
+    mine = [t.flatten() for t in every[rank // 2 * 2 :][:2]]
+    parts = [by_hand(mine, cast, d, encode=encode_scale)[12 * d :][:12] for d in range(2)]
+    equal(x.flatten(), torch.cat(parts))
+    for factor in wire.prescale.tensors.values():
+        assert all(torch.equal(factor, other) for other in everyone(factor))
 
 
-def test_factors_are_the_same_on_copies_of_shards(ranks):
-    every = ranks(4, "jobs_comm.copied")
-    assert all(factors == every[0] for factors in every)
-    assert all(overflowed > 0 for _, overflowed in every[0])
+@on_ranks(4)
+def test_factors_are_the_same_on_copies_of_shards():
+    """Shards and copies of them: the factors stay the same on all ranks, which have other samples."""
+    places = {"reduce": {"cast": "e4m3", "prescale": True}, "gather": "fp32"}
+    net = model(ng.recipe("bf16").with_places(places))
+    fully_shard(net, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+    net.set_gradient_divide_factor(1.0)
+    net.set_force_sum_reduction_for_comms(True)
+    quantize_fsdp_reduce(net)
+    layers = [layer for block in net for layer in (block.up, block.down)]
+    for step in range(3):
+        for layer in layers:
+            layer.reduce_prescale.tensors["mu"].mul_(16)  # until much does not fit
+        net(batch(10 * dist.get_rank() + step)).square().sum().backward()
+    for layer in layers:
+        for factor in layer.reduce_prescale.tensors.values():
+            assert all(torch.equal(factor, other) for other in everyone(factor))
+        assert layer.reduce_prescale.tensors["overflowed"] > 0
 
 
-def test_a_parameter_without_a_gradient_is_named(ranks):
-    for sentence in ranks(2, "jobs_comm.left_out"):
-        assert "some parameter of the module took no part in the loss; freeze it" in sentence
+@on_ranks(2)
+def test_a_parameter_without_a_gradient_is_named():
+    net = model(ng.recipe("bf16").with_places({"reduce": "e4m3", "gather": "fp32"}))
+    net[0].forward = lambda x: x + net[0].up(x)[:, :D]
+    fully_shard(net)
+    quantize_fsdp_reduce(net)
+    with pytest.raises(UserError, match="some parameter of the module took no part in the loss; freeze it"):
+        net(batch(0)).square().sum().backward()

@@ -57,8 +57,7 @@ def require_agreement(name, device):
     return f"{backend}: off by at most {off:.1g} of the loss, {ALLOWED:g} is allowed"
 
 
-@pytest.mark.tier("nightly", keep=("bf16", "fp8", "nvfp4", "msamp-o2"))
-@pytest.mark.tier("thorough")
+@pytest.mark.tier("thorough", nightly=("bf16", "fp8", "nvfp4", "msamp-o2"))
 @pytest.mark.parametrize("name", KINDS)
 def test_losses_agree(name, device, record_property):
     record_property("found", require_agreement(name, device))

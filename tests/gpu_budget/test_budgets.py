@@ -168,8 +168,7 @@ RATIOS = {
 }
 
 
-@pytest.mark.tier("nightly", keep=("0.5b", "mxfp8", "b200 nvfp4"))
-@pytest.mark.tier("thorough")
+@pytest.mark.tier("thorough", nightly=("0.5b", "mxfp8", "b200 nvfp4"))
 @pytest.mark.parametrize("name", RATIOS)
 def test_budget_of_seconds_over_those_of_another_recipe(name):
     size, recipe, options, other, gpu, today, goal = RATIOS[name]

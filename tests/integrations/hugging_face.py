@@ -8,7 +8,6 @@ from transformers import (
     MixtralConfig,
     MixtralForCausalLM,
     Trainer,
-    TrainerCallback,
     TrainingArguments,
 )
 
@@ -96,16 +95,6 @@ def assert_same_weights(one, other):
 def mixture():
     torch.manual_seed(0)
     return MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4))
-
-
-class Reporter(TrainerCallback):
-    """Keeps what it is given of each log at the time it is given it, as the trainer's reporters do."""
-
-    def __init__(self):
-        self.rows = []
-
-    def on_log(self, args, state, control, logs, **kwargs):
-        self.rows.append({"step": state.global_step, **logs})
 
 
 def trl_trainer(trainer_class, config, rows, given):

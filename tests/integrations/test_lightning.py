@@ -31,8 +31,7 @@ CASES += [
 ]
 
 
-@pytest.mark.tier("nightly", keep=6)
-@pytest.mark.tier("thorough", keep=5)
+@pytest.mark.tier("thorough", keep=5, nightly=6)
 @pytest.mark.parametrize(("recipe", "by_hand"), CASES)
 def test_resumed_by_lightnings_own_means_to_the_last_digit(pl, recipe, by_hand, tmp_path):
     """With the plugin, and without it for a model that was converted by hand."""

@@ -5,12 +5,10 @@ import dataclasses
 import pytest
 import torch
 
-from kernels.common import INF, NAN, assert_same, needs_c, normal, of_traced_code, same_bits
+from kernels.common import INF, NAN, assert_same, normal, same_bits
 from narrowgauge.formats import random_stream, torch_dtype
-from narrowgauge.kernels import cast as module
 from narrowgauge.kernels import emulate, quantize
 from narrowgauge.kernels.cast import amaxes_of
-from narrowgauge.nn import convert, set_step
 from narrowgauge.quantization import DEFAULT_CONTEXT, QuantContext, make_cast, quantize_in_context
 from narrowgauge.quantization import cast as cast_named
 from narrowgauge.quantization import emulate as emulate_in_torch
@@ -190,36 +188,3 @@ def test_what_has_no_kernel_goes_to_the_reference(device):
         assert same_bits(ours[0], plain[0])
     ours, other = quantize(x[None], cast_named("mxfp4"))
     assert_same([ours.codes, other], [quantize_in_torch(x[None], "mxfp4").codes, None])
-
-
-def model_of(name):
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    return convert(torch.nn.Sequential(torch.nn.Linear(40, 64), torch.nn.Linear(64, 48)), name)
-
-
-def outcomes(model, run):
-    """Losses and gradients of two steps; the second has another number of tokens."""
-    results = []
-    for step, tokens in enumerate((21, 32)):
-        set_step(model, 1, step, 4 * step)
-        x = normal(3, tokens, 40, seed=step).requires_grad_()
-        model.zero_grad()
-        loss = run(x).square().mean()
-        loss.backward()
-        results += [loss.detach(), x.grad, *(p.grad.clone() for p in model.parameters())]
-    return results
-
-
-# Every form that an operator's results take: a scale of the tensor or none, wide numbers, a longer axis.
-@pytest.mark.tier("nightly", keep=("nvfp4", "fp8-delayed"))
-@pytest.mark.tier("thorough")  # nn/test_compile.py compares fp8 and mxfp4, whose casts are operators there
-@of_traced_code
-@needs_c
-@pytest.mark.parametrize("name", ["fp8-delayed", "nvfp4", "quartet2", "nvfp4-row", "averis", "tetrajet2"])
-def test_casts_as_operators_of_a_graph_give_the_eager_numbers(name, monkeypatch):
-    monkeypatch.setattr(module, "_casts", {})
-    eager, model = model_of(name), model_of(name)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    assert_same(outcomes(model, compiled), outcomes(eager, eager))
-    assert module._casts  # the operator was traced

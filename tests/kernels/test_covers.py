@@ -62,8 +62,7 @@ def verified(gpu):
     return launches_of(gpu, lambda: [o.run(META, o.small) for o in OPERATIONS.values()])
 
 
-@pytest.mark.tier("nightly", keep=len(FEW))
-@pytest.mark.tier("thorough", keep=1)
+@pytest.mark.tier("thorough", keep=1, nightly=len(FEW))
 @pytest.mark.parametrize(("recipe", "site"), EVERY)
 def test_each_variant_that_a_step_launches_is_verified(recipe, site):
     gpu, model = site

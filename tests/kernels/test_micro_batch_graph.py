@@ -44,8 +44,7 @@ def trainer_of(recipe, micro_batches, model, training, device, recorder=None):
     return trainer, random_batches(config, device)
 
 
-@pytest.mark.tier("nightly", keep=("many options",))
-@pytest.mark.tier("thorough")
+@pytest.mark.tier("thorough", nightly=("many options",))
 @pytest.mark.parametrize("case", CASES)
 def test_replays_have_the_digits_of_launches_one_by_one(case, device, monkeypatch):
     from support.recorded import Recordings  # which needs Triton

@@ -74,8 +74,7 @@ KINDS = (
 )
 
 
-@pytest.mark.tier("nightly", keep=KINDS)
-@pytest.mark.tier("thorough", keep=("fp8-row along axis 0", "scales of a product"))
+@pytest.mark.tier("thorough", keep=("fp8-row along axis 0", "scales of a product"), nightly=KINDS)
 @pytest.mark.parametrize("name", SAME)
 def test_a_kernel_is_its_twin_on_strange_numbers_and_shapes(name, device, draw):
     """Along axis 0 a kernel reads other addresses and computes the same."""

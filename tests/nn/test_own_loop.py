@@ -1,7 +1,7 @@
 """What tools of torch's, or of others', do in a loop around a converted model.
 
 Each test is a row of the table in docs/how-to/your-own-loop.md, and each cell works or is refused in a
-sentence that the page shows. More rows: `test_own_loop_state.py`, `distributed/test_data_parallel.py`, and
+sentence that the page shows. More rows: `test_own_loop_state.py`, `distributed/test_fsdp.py`, and
 for resume `optim/test_loop_state.py`.
 """
 

@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 
-from narrowgauge.trainer.simulate import cheaper, estimate_memory, fitting
+from narrowgauge.trainer.simulate import estimate_memory, fitting
 from narrowgauge.trainer.simulate.advice import least_state
 from narrowgauge.trainer.training import make_config
 
@@ -47,19 +47,6 @@ def test_a_shorter_sequence_is_the_last_resort():
     assert found is not None
     assert "--data.sequence_length 128" in found[0]
     assert found[1].peak <= limit
-
-
-#: What a configuration asks for, and the settings that lower its memory further.
-PART = {
-    "part of the state is offloaded": ({"offload": "m"}, "--recipe.offload master,grad,m,v"),
-    "all of it is": ({"offload": ALL}, ""),
-}
-
-
-@pytest.mark.parametrize(("given", "more"), PART.values(), ids=PART)
-def test_state_is_offloaded_as_far_as_it_goes(given, more):
-    told = [options for options, _ in cheaper(config("fp8", micro=1, recompute=True, chunked=True, **given))]
-    assert told == ([more] if more else [])
 
 
 def test_the_least_state_is_that_of_the_narrowest_recipe():

@@ -34,8 +34,7 @@ def config(recipe, batch_size, **more):
     return make_config(values | more)
 
 
-@pytest.mark.tier("nightly", keep=8)
-@pytest.mark.tier("thorough", keep=4)
+@pytest.mark.tier("thorough", keep=4, nightly=8)
 @pytest.mark.parametrize(("recipe", "kind"), COVERING)
 def test_every_recipe_has_an_estimate_on_two_processes(recipe, kind):
     step = estimate_step(config(recipe, 4, parallel={kind: 2}), ParallelDims(**{kind: 2}))
@@ -44,8 +43,7 @@ def test_every_recipe_has_an_estimate_on_two_processes(recipe, kind):
     assert sum(step.sent.values()) > 0
 
 
-@pytest.mark.tier("nightly", keep=2)
-@pytest.mark.tier("thorough")
+@pytest.mark.tier("thorough", nightly=2)
 @pytest.mark.parametrize("recipe", ["msamp-o2", "bf16"])
 @pytest.mark.parametrize(
     "dims",

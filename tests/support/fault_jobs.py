@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -50,9 +49,9 @@ class Job:
         if not self.by_torchrun:
             return {rank: process.pid for rank, process in enumerate(self.processes)}
         if 0 not in self._waited:
-            for pid in children(self.processes[0].pid):
+            launcher = self.processes[0].pid
+            for worker in psutil.Process(launcher).children() if alive(launcher) else ():
                 with suppress(psutil.Error):  # it is gone
-                    worker = psutil.Process(pid)
                     if (rank := worker.environ().get("RANK")) is not None:
                         self._workers[int(rank)] = worker
         return {rank: worker.pid for rank, worker in self._workers.items()}
@@ -147,14 +146,6 @@ def alive(pid: int) -> bool:
         return False
 
 
-def children(pid: int) -> list[int]:
-    """The processes that any thread of a process started."""
-    tasks = Path(f"/proc/{pid}/task")
-    files = [task / "children" for task in tasks.iterdir()] if tasks.exists() else []
-    return [int(word) for file in files if file.exists() for word in file.read_text().split()]
-
-
-def descendants(pid: int, depth: int = 99) -> set[int]:
-    """The processes that a process started, and theirs, and so on."""
-    own = children(pid) if depth else []
-    return {*own, *(p for child in own for p in descendants(child, depth - 1))}
+def descendants(pid: int, depth: int = 2) -> set[int]:
+    """The processes that a process started; below the first generation, all of theirs as well."""
+    return {child.pid for child in psutil.Process(pid).children(recursive=depth > 1)}

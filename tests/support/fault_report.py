@@ -5,8 +5,7 @@ took.
 """
 
 import platform
-from collections import defaultdict
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
@@ -23,33 +22,9 @@ Ranks are processes that meet over gloo.
 """
 
 
-@dataclass
-class _Row:
-    """What is known of a case so far."""
-
-    passed: int = 0
-    failed: int = 0
-    seconds: float = 0.0
-    skipped: list[str] = field(default_factory=list)
-
-    @property
-    def result(self) -> str:
-        if self.failed:
-            return "FAIL"
-        if self.skipped:
-            return "in part" if self.passed else "skipped"
-        return "pass" if self.passed else "no test"
-
-    @property
-    def tests(self) -> str:
-        return f"{self.passed}/{self.passed + self.failed + len(self.skipped)}"
-
-    @property
-    def notes(self) -> str:
-        return "; ".join(dict.fromkeys(self.skipped))
-
-
-_rows: dict[str, _Row] = defaultdict(_Row)
+#: Of each case: how a test of it ended, and why it was skipped; and the seconds of all.
+_ends: dict[str, list[tuple[str, str]]] = defaultdict(list)
+_seconds: Counter[str] = Counter()
 _CASE = "case"
 
 
@@ -65,25 +40,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     for name in (str(value) for key, value in report.user_properties if key == _CASE):
-        row = _rows[name]
-        row.seconds += report.duration
-        if report.failed:
-            row.failed += 1
-        elif report.skipped:
+        _seconds[name] += report.duration
+        if report.when == "call" or not report.passed:
             why = report.longrepr[2].removeprefix("Skipped: ") if isinstance(report.longrepr, tuple) else ""
-            row.skipped.append(why)
-        elif report.when == "call":
-            row.passed += 1
+            _ends[name].append((report.outcome, why))
+
+
+def _result(outcomes: set[str]) -> str:
+    if "failed" in outcomes:
+        return "FAIL"
+    if "skipped" in outcomes:
+        return "in part" if "passed" in outcomes else "skipped"
+    return "pass" if outcomes else "no test"
 
 
 def _table() -> str:
     lines = ["| case | fault | result | tests | seconds | |", "|---|---|---|---|---|---|"]
+    counts: Counter[str] = Counter()
     for name, fault in CASES.items():
-        row = _rows[name]
-        lines.append(f"| {name} | {fault} | {row.result} | {row.tests} | {row.seconds:.0f} | {row.notes} |")
-    counts: dict[str, int] = defaultdict(int)
-    for name in CASES:
-        counts[_rows[name].result] += 1
+        outcomes = [outcome for outcome, _ in _ends[name]]
+        notes = "; ".join(dict.fromkeys(why for outcome, why in _ends[name] if outcome == "skipped"))
+        result, tests = _result(set(outcomes)), f"{outcomes.count('passed')}/{len(outcomes)}"
+        lines.append(f"| {name} | {fault} | {result} | {tests} | {_seconds[name]:.0f} | {notes} |")
+        counts[result] += 1
     total = ", ".join(f"{count} {result}" for result, count in sorted(counts.items()))
     where = f"{platform.machine()} {platform.system()}, torch {torch.__version__}"
     return "\n".join(lines) + f"\n\n{len(CASES)} cases: {total}. On {where}.\n"

@@ -2,8 +2,9 @@
 
 `@pytest.mark.tier("thorough", keep=...)` at a test moves it to the thorough tier but for the parameters that
 `keep` names: a number keeps the first ones; names keep those whose id, or one of whose values, is a name (a
-tuple is a set of values). A comment next to it names the earlier test of the same. Without the marker a
-test is quick. As a mark of parameters, `tier` moves these.
+tuple is a set of values). With `nightly=...`, which names in the same way, all others are nightly. A comment
+next to it names the earlier test of the same. Without the marker a test is quick. As a mark of parameters,
+`tier` moves these.
 
 No recipe is special to code that treats recipes as data. Of a test over `MANY` recipes or more the thorough
 tier therefore keeps those that together have every pair of properties (`covering.representatives`); all
@@ -11,6 +12,7 @@ others are nightly.
 """
 
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -35,7 +37,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         test = item.nodeid.partition("[")[0]
         for tier in reversed(TIERS):
-            moves = [_moves(mark, test, item, counts, unknown) for mark in _marks(item, tier)]
+            moves = [_moves(keep, (test, tier), item, counts, unknown) for keep in _kept(item, tier)]
             if any(moves):
                 of_many = [name for argument, name in _recipes(item) if len(recipes[test, argument]) >= MANY]
                 item.add_marker(tier if set(of_many) <= representatives() else "nightly")
@@ -45,22 +47,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         raise pytest.UsageError(f"`keep` names parameters that do not exist: {', '.join(never)}")
 
 
-def _marks(item: pytest.Item, tier: str) -> list[pytest.Mark]:
-    return [mark for mark in item.iter_markers("tier") if mark.args == (tier,)]
+def _kept(item: pytest.Item, tier: str) -> list[Any]:
+    """What each mark of an item keeps from a tier."""
+    marks = list(item.iter_markers("tier"))
+    own = [mark.kwargs.get("keep", 0) for mark in marks if mark.args == (tier,)]
+    return own + [mark.kwargs[tier] for mark in marks if tier in mark.kwargs]
 
 
 def _moves(
-    mark: pytest.Mark, test: str, item: pytest.Item, counts: Counter[object], unknown: dict[str, bool]
+    keep: Any, moved: tuple[str, str], item: pytest.Item, counts: Counter[object], unknown: dict[str, bool]
 ) -> bool:
     """Whether a mark moves an item; counts the items of `keep` and finds its names among theirs."""
-    keep = mark.kwargs.get("keep", 0)
     if isinstance(keep, int):
-        counts[test, *mark.args] += keep > 0
-        return counts[test, *mark.args] > keep or not keep
+        counts[moved] += keep > 0
+        return counts[moved] > keep or not keep
     names = _names(item)
     found = {name: name in names for name in map(_name, keep)}
     for name, is_found in found.items():
-        key = f"{test}: {name}"
+        key = f"{moved[0]}: {name}"
         unknown[key] = unknown.get(key, True) and not is_found
     return not any(found.values())
 

@@ -126,8 +126,7 @@ def told(tmp_path, rank: int = 0) -> dict:
     return json.loads(file.read_text())
 
 
-@pytest.mark.tier("nightly", keep=1)  # below, real runs and slurm hand on the others
-@pytest.mark.tier("thorough")
+@pytest.mark.tier("thorough", nightly=1)  # below, real runs and slurm hand on the others
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT], ids=lambda n: n.name)
 def test_torchrun_hands_the_signal_on_and_says_75_when_the_run_has_saved(write, start, tmp_path, number):
     process = start(write("--torchrun", "--gpus-per-node", "2"), WANTED="75")

@@ -45,8 +45,7 @@ def shown(head):
     return PAGE[first : PAGE.index("", first)]
 
 
-@pytest.mark.tier("nightly", keep=(*QUICK, *MORE))
-@pytest.mark.tier("thorough", keep=QUICK)
+@pytest.mark.tier("thorough", keep=QUICK, nightly=(*QUICK, *MORE))
 @pytest.mark.parametrize("row", MEMORY, ids=lambda row: row.name)
 def test_published_memory(row):
     found = row.expected()
@@ -84,8 +83,7 @@ def test_each_run_of_the_machines_files_has_settings():
     assert kept == {row.name for row in ROWS}
 
 
-@pytest.mark.tier("nightly", keep=(*QUICK_SPEEDS, *MORE_SPEEDS))
-@pytest.mark.tier("thorough", keep=QUICK_SPEEDS)
+@pytest.mark.tier("thorough", keep=QUICK_SPEEDS, nightly=(*QUICK_SPEEDS, *MORE_SPEEDS))
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_the_best_of_a_published_speed_is_what_the_estimate_says(row):
     assert row.at_best == pytest.approx(row.measured.at_best, rel=0.01)
