@@ -92,16 +92,6 @@ def test_16_bit_codes_are_the_bits_torch_stores(name):
     assert torch.equal(encode(x.double(), fmt), expected)
 
 
-@pytest.mark.parametrize("name", ML_DTYPES)
-def test_limits_equal_ml_dtypes(name):
-    fmt, info = ng.format(name), ml_dtypes.finfo(ML_DTYPES[name])
-    assert fmt.max == float(info.max)
-    assert fmt.smallest_normal == float(info.smallest_normal)
-    assert fmt.smallest_subnormal == float(info.smallest_subnormal)
-    assert fmt.eps == float(info.eps)
-    assert fmt.bits == info.bits
-
-
 EVERY = sorted([*ML_DTYPES, *OURS])
 
 
@@ -119,14 +109,6 @@ def test_few_random_bits_round_up_where_they_and_the_fraction_reach_one(random_b
     uniform = ((r + 0.5) / 2**random_bits).expand_as(x)  # what lies below the n bits does not count
     want = torch.where(sixteenths * 2**random_bits + 16 * r >= 16 * 2**random_bits, 1.5, 1.0)
     assert torch.equal(round_finite_(x, ng.format("e2m1"), "stochastic", uniform, random_bits), want)
-
-
-def test_stochastic_rounding_is_unbiased():
-    x = torch.full((400_000,), 1.3)
-    y = ng.round_to(x, "e2m1", "stochastic", torch.Generator().manual_seed(1))
-    assert set(y.tolist()) == {1.0, 1.5}
-    deviation = 0.5 * math.sqrt(0.6 * 0.4 / x.numel())  # of the mean
-    assert abs(y.mean().item() - 1.3) < 4 * deviation
 
 
 @pytest.mark.parametrize("name", ["e2m1", "int4", "e3m2", "e4m3"])

@@ -5,7 +5,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from narrowgauge.nn import convert
-from narrowgauge.nn import linear_function as products
 from narrowgauge.nn.linear import accumulating
 from narrowgauge.trainer.models import Transformer, initialize, model_config
 from narrowgauge.trainer.models.operators import Embedding
@@ -119,14 +118,3 @@ def test_a_gradient_is_added_without_autograd_unless_a_hook_sees_it_or_it_is_fro
     assert all(p is other.weight for p in given)
     assert len(given) == 3
     assert other.accumulation is None, "only as long as the weights are the same"
-
-
-def test_a_recomputed_block_multiplies_its_last_product_once(monkeypatch):
-    model, made, multiply = model_under("fp8"), [], products.multiply
-    kept = summed(model)
-    monkeypatch.setattr(products, "multiply", lambda *a, **k: made.append(1) or multiply(*a, **k))
-    model.recompute = True
-    again = summed(model)
-    assert all(torch.equal(kept[name], again[name]) for name in kept)
-    # A block: four matmuls forward, three of them again, eight backward; the head: one and two.
-    assert len(made) == 3 * (2 * 15 + 3)

@@ -15,8 +15,6 @@ import narrowgauge as ng
 from narrowgauge.nn import convert, recipe_tensors, set_step
 from narrowgauge.nn.gemm import plain_mm
 from narrowgauge.quantization import cast, emulate, gradient_of
-from narrowgauge.recipes import recipe
-from narrowgauge.trainer.models import ModelConfig, Transformer, initialize
 from nn.layers import PLAIN
 from nn.own_loop import NARROW as NARROW_STATE
 from nn.own_loop import WIDE, assert_same, model, train
@@ -78,29 +76,6 @@ def test_a_compiled_model_trains_as_the_eager_one(name):
     m, eager = model(name), model(name)
     compiled = torch.compile(m, fullgraph=name in WIDE, backend="aot_eager")
     assert_same(train(m, name, compiled, (1, 2)), train(eager, name, numbers=(1, 2)))
-
-
-NARROW = {"attention": {"cast": "mxfp8", "block": 8, "rounding": "stochastic"}, "stream": "mxfp8"}
-
-
-@pytest.mark.parametrize("recompute", [1, pytest.param(0, marks=pytest.mark.tier("nightly"))])
-def test_a_traced_model_with_narrow_attention_trains_as_the_eager_one(recompute):
-    """Graphs end at attention, which runs as ever; a gradient of two graphs is summed in another order."""
-    sizes = {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 64, "vocab_size": 67}
-    m = Transformer(ModelConfig(**sizes, max_sequence_length=32), torch.float32)
-    initialize(m, 0)
-    convert(m, recipe("fp8-attention").with_places(NARROW)).recompute = recompute
-    ids = torch.randint(0, 67, (2, 32), generator=torch.Generator().manual_seed(0))
-    found = []
-    for loss_of in (m.loss, torch.compile(m.loss, backend="aot_eager")):
-        set_step(m, 0, 1, 0)
-        m.zero_grad()
-        loss = loss_of(ids, ids.roll(-1, 1))
-        loss.backward()
-        found.append([loss.detach(), *(p.grad.clone() for p in m.parameters())])
-    assert torch.equal(found[0][0], found[1][0])
-    for eager, traced in zip(*found, strict=True):
-        assert (traced - eager).norm() <= 1e-6 * eager.norm()
 
 
 @pytest.mark.tier("nightly", keep=[("mxfp4", "bf16")])

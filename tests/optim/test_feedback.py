@@ -55,21 +55,6 @@ def test_as_by_hand():
     assert (np.abs(m - expected_m)[same] / scale).mean() < 1e-5
 
 
-MISTAKES = {
-    'weight = {cast = "e4m3", feedback = "moment"}': "unknown feedback 'moment'",
-    'weight = {cast = "fp32", feedback = "momentum"}': "it is for narrow weights without a master",
-    'master = "fp16-scaled"\n' + FED: "it is for narrow weights without a master",
-    'm = {cast = "e4m3", feedback = "momentum"}': "feedback = 'momentum' in place 'm', but it is for",
-    'fprop.w = {cast = "e4m3", feedback = "momentum"}': "it belongs to weight; remove the key",
-}
-
-
-@pytest.mark.parametrize("text", MISTAKES)
-def test_where_nothing_can_be_fed_back(text):
-    with pytest.raises(UserError, match=MISTAKES[text]):
-        parse_recipe(text, "mine")
-
-
 def test_another_step_than_adamws_is_refused():
     model = convert(torch.nn.Sequential(torch.nn.Linear(96, 64)), "eco", keep=[])
     with pytest.raises(UserError, match="muon updates this weight, and the feedback formula is for AdamW"):

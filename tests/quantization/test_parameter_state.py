@@ -7,18 +7,13 @@ import torch
 
 from narrowgauge.nn import convert
 from narrowgauge.quantization import (
-    ParamState,
     QuantizedState,
     ShardAxis,
     TensorShard,
     ensure_state,
     full_axis,
-    gradient_of,
-    has_gradient,
     master_or_weight,
-    shard_of,
     state_of,
-    stored_tensor,
     write_weight,
 )
 from narrowgauge.quantization.state.parameter_state import SMALLEST_NARROW, is_large
@@ -44,21 +39,6 @@ def assert_one(layer, index):
     assert state is layer.state_at_rest
     assert state.index == index
     assert torch.equal(layer.weight.float(), state.weight.read())
-
-
-def test_reading_attaches_nothing_and_changing_one_attribute():
-    p = torch.nn.Parameter(torch.ones(3, 2))
-    assert (state_of(p).index, shard_of(p), has_gradient(p), gradient_of(p)) == (-1, None, False, None)
-    assert torch.equal(master_or_weight(p), stored_tensor(p))
-    assert vars(p) == {}
-    ensure_state(p).index = 5
-    ensure_state(p).holders = 2
-    assert list(vars(p)) == ["narrowgauge"]
-    assert (state_of(p).index, state_of(p).holders) == (5, 2)
-    ensure_state(p).shard = TensorShard((full_axis(3), full_axis(2)))
-    assert shard_of(p) is None, "a shard that is whole is none"
-    with pytest.raises(AttributeError):
-        ParamState().number = 3
 
 
 def test_only_large_matrices_have_narrow_moments():
@@ -92,23 +72,6 @@ def test_a_record_is_all_that_a_weight_carries_and_goes_with_a_copy_and_a_file(n
         assert torch.equal(master_or_weight(each.weight), before)
     write_weight(two.weight, torch.zeros(N, K))
     assert torch.equal(master_or_weight(one.weight), before)
-
-
-@pytest.mark.parametrize("to", [torch.float16, torch.bfloat16, torch.float64, "meta"])
-def test_another_dtype_or_device_keeps_the_parameter_and_its_record(to):
-    narrow, plain = layer(index=7), layer("fp8", index=7)
-    for one in (narrow,) if to == "meta" else (narrow, plain):
-        before = one.weight
-        one.to(to)
-        assert one.weight is before
-        assert state_of(one.weight).index == 7
-    if to != "meta":
-        assert_one(narrow, 7)
-        return
-    state = state_of(narrow.weight)
-    assert state is narrow.state_at_rest
-    assert all(t.is_meta for kept in state.by_place().values() for t in kept.tensors.values())
-    assert (narrow.weight.is_meta, narrow.weight.dtype) == (True, torch.float32)
 
 
 def held(one, numbers):

@@ -18,7 +18,6 @@ from narrowgauge.quantization import (
     emulate,
     make_cast,
 )
-from narrowgauge.quantization.transforms import hadamard
 from narrowgauge.recipes import parse_recipe
 from support.fault_table import case
 
@@ -73,16 +72,6 @@ def test_of_equal_errors_the_first_candidate_is_kept():
     q = ng.quantize(x, FOUR_OVER_SIX)
     assert q.scales.tolist() == [[256, 1]]  # 4 is nowhere better in the first, but exact in the second
     assert ng.quantize(x, FOUR_OVER_SIX | {"candidates": [4, 6]}).scales.tolist() == [[384, 1]]
-
-
-def test_a_transform_keeps_products_and_spreads_outliers():
-    a, b = torch.randn(8, 64).double(), torch.randn(5, 64).double()
-    product = hadamard(a, 16, -1) @ hadamard(b, 16, -1).T
-    torch.testing.assert_close(product, a @ b.T, rtol=1e-12, atol=1e-12)
-    spike = torch.zeros(1, 16)
-    spike[0, 3] = 16.0
-    assert torch.equal(hadamard(spike, 16, -1).abs(), torch.full((1, 16), 4.0))
-    assert torch.equal(hadamard(a.T, 16, 0), hadamard(a, 16, -1).T)
 
 
 #: Shapes of several chunks of 700 elements, of blocks that fit none, of one row, of one column.

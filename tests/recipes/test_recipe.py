@@ -142,6 +142,7 @@ def test_reduce_moves_the_trajectory_and_gather_does_not(tiny):
 
 
 E4M3 = 'fprop = "e4m3"\ndgrad = "e4m3"\n'
+FED = 'weight = {cast = "e4m3", feedback = "momentum"}'
 DELAYED = '{cast = "e4m3", history = 4}'
 MISTAKES = {
     "name = ": r"recipe mine\.toml is not valid TOML: Invalid value",
@@ -174,6 +175,30 @@ MISTAKES = {
     'm = {cast = "mxfp4", hadamard = 16}': r"hadamard in place 'm', but transforms belong to GEMM operands",
     'v = {cast = "e4m3", history = 4}': r"history in place 'v', but state takes its scales from",
     'fprop.x = "coat"': r"'fprop\.x': cast 'coat' is for state \(weight, master, grad, m, v\)",
+    # operands that are used again, held magnitudes, attention and the stream
+    'dgrad.w = "fprop.x"': r"'fprop\.x', but that is another tensor, .* sees this one before is 'fprop\.w'",
+    'fprop.x = "fprop.w"': r"fprop\.x = 'fprop\.w', but no place sees its tensor before; name a cast",
+    'fprop = {cast = "mxfp4", hadamard = 32}\ndgrad.w = "fprop.w"': r"fprop\.w is transformed \(hadamard\)",
+    'saved = "mxfp8"\nwgrad.x = "fprop.x"': r"wgrad\.x = 'fprop\.x' with saved = 'mxfp8', but",
+    'm = {cast = "e4m3", of = "fprop.w"}': r"m = 'fprop\.w', but only dgrad\.w, wgrad\.x, wgrad\.dy take",
+    '[[rule]]\nmodules = ["up"]\nwgrad.x = "fprop.w"': r"rule 1: wgrad\.x = 'fprop\.w', but that is another",
+    'fprop.x = {cast = "mxfp4", refresh = 50}': "refresh = 50, but it holds the largest magnitude",
+    'fprop.x = {cast = "e4m3", refresh = 50}': "scales of this cast are current; leave it out",
+    'fprop.x = {cast = "nvfp4", refresh = 1}': "refresh = 1, but it is a number of steps, two or more",
+    'fprop.x = {cast = "nvfp4", refresh = 9, center = "tokens"}': "what is held is of the tensor as it comes",
+    'm = {cast = "nvfp4", refresh = 9}': "refresh in place 'm', but it belongs to GEMM operands",
+    '[attention]\nx = "e4m3"': "unknown recipe place 'attention.x'.*nearest",
+    '[attention]\nq = {cast = "e4m3", history = 3}': "attention.q.*history = 3.*leave the key out",
+    '[attention]\nq = {cast = "mxfp4", hadamard = 32}': "attention.q and 0 in attention.k.*alike",
+    '[attention]\nds = "coat"': "attention.ds.*for state",
+    'stream = {cast = "mxfp8", hadamard = 32}': "stream.*hadamard = 32.*leave the key out",
+    "attention = 3": r"attention = 3, but it must be a table; write \[attention\]",
+    # feedback
+    'weight = {cast = "e4m3", feedback = "moment"}': "unknown feedback 'moment'",
+    'weight = {cast = "fp32", feedback = "momentum"}': "it is for narrow weights without a master",
+    'master = "fp16-scaled"\n' + FED: "it is for narrow weights without a master",
+    'm = {cast = "e4m3", feedback = "momentum"}': "feedback = 'momentum' in place 'm', but it is for",
+    'fprop.w = {cast = "e4m3", feedback = "momentum"}': "it belongs to weight; remove the key",
     # the wire
     'gather = "mxfp8"\nfprop = "mxfp8"\ndgrad = "mxfp8"': r"gather = 'mxfp8', but weights can travel only",
     'gather = "e4m3"': r"gather = 'e4m3', .* at all times \(here 'bf16'\), .*write gather = \"fp32\"",
