@@ -22,42 +22,28 @@ from narrowgauge.system.collectives import (
     reduce_scatter_rows,
 )
 
-SHAPES = [(1,), (7, 5), (33, 129), (1000,), (4096, 17), (0,), (0, 3)]
-FILLS = {
-    "none": (),
-    "nan": (math.nan,),
-    "-nan and inf": (-math.nan, math.inf),
-    "-inf": (-math.inf,),
-    "largest": (-3e4,),
-}
-
-
-def laid_out(x, how):
-    if how == "transposed":
-        return x.t() if x.ndim == 2 else x
-    return {"contiguous": x, "strided": x[..., ::2], "expanded": x[None].expand(3, *x.shape)}[how]
+SHAPES = [(1, 1), (7, 5), (33, 129), (4096, 17), (0, 3)]
+FILLS = [(), (math.nan,), (-math.nan, math.inf), (-math.inf,), (-3e4,)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
-@pytest.mark.parametrize("how", ["contiguous", "transposed", "strided", "expanded"])
-def test_the_local_amax_is_that_of_three_other_ways_to_the_bit(dtype, how):
+def test_the_local_amax_is_that_of_three_other_ways_to_the_bit(dtype):
+    """However a tensor lies, which stays as it is."""
     generator = torch.Generator().manual_seed(0)
-    for shape, fill, scale in product(SHAPES, FILLS.values(), (1.0, 0.0, -0.0, torch.finfo(dtype).tiny / 8)):
+    for shape, fill, scale in product(SHAPES, FILLS, (1.0, -0.0, torch.finfo(dtype).tiny / 8)):
         x = (torch.randn(shape, generator=generator) * scale).to(dtype)
-        flat = x.view(-1)
         for i, value in enumerate(fill if x.numel() else ()):
-            flat[(i * flat.numel()) // 2] = value
-        x = laid_out(x, how)
-        before = x.clone()
-        amax = local_amax(x)
-        assert torch.equal(x.nan_to_num(), before.nan_to_num()), "it leaves its tensor as it is"
-        assert (amax.dtype, amax.shape) == (dtype, ())
-        if not x.numel():
-            assert amax == 0
-            continue
-        for other in (x.abs().amax(), torch.linalg.vector_norm(x, torch.inf), x.abs().max()):
-            assert (amax.isnan() and other.isnan()) or torch.equal(amax, other), (shape, fill)
-        assert not torch.signbit(amax) or amax.isnan()
+            x.view(-1)[(i * x.numel()) // 2] = value
+        for laid in (x, x.t(), x[..., ::2], x[None].expand(3, *shape)):
+            before, amax = laid.clone(), local_amax(laid)
+            assert torch.equal(laid.nan_to_num(), before.nan_to_num())
+            assert (amax.dtype, amax.shape) == (dtype, ())
+            assert not torch.signbit(amax) or amax.isnan()
+            ways = torch.Tensor.amax, torch.Tensor.max, lambda t: torch.linalg.vector_norm(t, torch.inf)
+            for way in ways if x.numel() else ():
+                other = way(laid.abs())
+                assert (amax.isnan() and other.isnan()) or torch.equal(amax, other), (shape, fill)
+            assert x.numel() or amax == 0
 
 
 @pytest.mark.tier("thorough", keep=(3,))

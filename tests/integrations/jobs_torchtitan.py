@@ -1,7 +1,6 @@
 """What processes do in the tests of the torchtitan integration: its own trainer, on a CPU."""
 
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,7 +71,7 @@ def configuration(recipe=None, steps=4, parts=1, **more):
     del config.model_spec.model.layers[3:]
     config.dataloader = Rows.Config()
     config.training.local_batch_size, config.training.seq_len = BATCH, LENGTH
-    config.training.global_batch_size = BATCH * parts * dist_world()
+    config.training.global_batch_size = BATCH * parts
     config.training.steps, config.training.disable_cuda_graphs = steps, True
     config.training.mixed_precision_param = "float32"
     config.debug.seed, config.lr_scheduler.warmup_steps, config.lr_scheduler.decay_ratio = 1, 0, 0.0
@@ -83,10 +82,6 @@ def configuration(recipe=None, steps=4, parts=1, **more):
         section, _, name = key.partition("__")
         setattr(getattr(config, section), name, value)
     return config
-
-
-def dist_world():
-    return int(os.environ["WORLD_SIZE"])
 
 
 def train(config, at_start=lambda trainer: None):
@@ -137,25 +132,17 @@ def own_loop(start, recipe, steps, parts, lr=8e-4):
     return losses
 
 
-def losses(recipe=None, **more):
-    """The losses under a recipe; without one, torchtitan's own."""
-    return train(configuration(recipe, **more))
-
-
 def beside_own_loop(recipe, parts=1, **more):
     """The losses of the trainer, and of a separate loop from the same weights and tokens."""
     start = {}
 
     def keep(trainer):
         state = trainer.model_parts[0].state_dict()
-        start.update({plain(name): t.full_tensor().clone() for name, t in state.items()})
+        of_layers = {name.replace("_checkpoint_wrapped_module.", ""): t for name, t in state.items()}
+        start.update({name: t.full_tensor().clone() for name, t in of_layers.items()})
 
     found = train(configuration(recipe, parts=parts, **more), at_start=keep)
-    return found, own_loop(start, recipe, 4, parts * dist_world())
-
-
-def plain(name):
-    return name.replace("_checkpoint_wrapped_module.", "")
+    return found, own_loop(start, recipe, 4, parts)
 
 
 def interrupted(recipe, folder, steps):
@@ -191,13 +178,13 @@ def one_process(folder):
     """All that the tests ask of one process, which takes its time to import torchtitan."""
     narrow = ["nvfp4", "fp8-delayed"]
     return {
-        "stock": losses(),
-        "fp32": losses("fp32"),
+        "stock": train(configuration()),
+        "fp32": train(configuration("fp32")),
         "own loops": {recipe: beside_own_loop(recipe, parts=2) for recipe in ("fp32", *narrow)},
         "whole": {r: interrupted(r, f"{folder}/{r}-whole", 4) for r in narrow},
         "begun": {r: interrupted(r, f"{folder}/{r}", 2) for r in narrow},
         "went on": {r: interrupted(r, f"{folder}/{r}", 4) for r in narrow},
-        "narrow": losses("nvfp4"),
+        "narrow": train(configuration("nvfp4")),
         "converter": converted("nvfp4"),
         "narrow weights": refusal("msamp-o2"),
         "only the layers": refusal("nvfp4", only_linear=True),

@@ -7,7 +7,6 @@ from narrowgauge.quantization.passes import build
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 NAN, INF = float("nan"), float("inf")
-TINY = {"dim": 32, "layers": 1, "heads": 2, "ffn_dim": 32, "vocab_size": 31, "max_sequence_length": 16}
 of_traced_code = pytest.mark.filterwarnings(  # of torch's own tracing
     "ignore::DeprecationWarning", "ignore:Dynamo detected a call to a `functools.lru_cache`-wrapped function"
 )

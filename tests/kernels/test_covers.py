@@ -11,9 +11,9 @@ from narrowgauge.recipes import named_device, recipe_names
 from narrowgauge.system.devices import imagine
 from narrowgauge.trainer.data import Batch
 from narrowgauge.trainer.simulate.recorder import Recorder
-from narrowgauge.trainer.training import make_config
 from narrowgauge.trainer.training.step.trainer import Trainer
 from support.covering import covering, properties_of, representatives
+from support.runs import config_of
 
 META = torch.device("meta")
 # What a variant is compiled for besides what a launch specializes: switches, not sizes.
@@ -43,15 +43,8 @@ def launches_of(gpu, run):
     return recorder.found
 
 
-def step(recipe, model, **places):
-    config = make_config(
-        {
-            "model": {"name": model, "layers": 1},
-            "data": {"sequence_length": 128},
-            "training": {"batch_size": 4, "micro_batch_size": 2},
-            "recipe": {"name": recipe} | places,
-        }
-    )
+def step(recipe, model):
+    config = config_of(recipe, {"name": model, "layers": 1}, 128, batch_size=4)
     x_BT = torch.empty(2, 128, dtype=torch.int64, device=META)
     Trainer.begin(config, META).train_step(iter([Batch(x_BT, x_BT, x_BT.numel())] * 2))
 

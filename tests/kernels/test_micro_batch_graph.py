@@ -8,9 +8,12 @@ import pytest
 import torch
 
 from narrowgauge.optim.gauges import make_gauges
+from narrowgauge.recipes import recipe_names
 from narrowgauge.trainer.bench.worker import random_batches
+from narrowgauge.trainer.distributed.parallel.micro_batch_graph import graph_gap
 from narrowgauge.trainer.training import make_config
 from narrowgauge.trainer.training.step.trainer import Trainer
+from support.runs import config_of
 
 SMALL = {"dim": 32, "layers": 1, "heads": 2, "kv_heads": 1, "ffn_dim": 32, "vocab_size": 32}
 #: Recipe, micro-batches, keys of the model and of the training.
@@ -83,3 +86,30 @@ def test_what_is_read_or_validated_runs_launch_by_launch_and_is_recorded_again(d
         found.append(own)
     assert found[0] == found[1]
     assert recorder.releases == 2
+
+
+NOT_HELD = {"fp16", "bf16-sr", "eco", "msamp-o1", "msamp-o2", "msamp-o3", "fp8-attention"}
+
+
+def model_of(recipe, **model):
+    return Trainer.begin(config_of(recipe, {"layers": 2} | model, 64), torch.device("meta")).model
+
+
+def test_recipes_that_graphs_hold_are_listed():
+    for name in recipe_names():
+        assert bool(graph_gap(model_of(name), True, False)) == (name in NOT_HELD), name
+
+
+def test_what_a_graph_cannot_hold_is_named():
+    for recipe, model, words in (
+        ("fp16", {}, "the loss scale of fp16 follows what the host has read"),
+        ("msamp-o2", {}, "blocks.0.qkv is stored in a cast, and the host tracks its state"),
+        ("fp8-attention", {}, "blocks.0.attention is NarrowAttention, whose launches may depend on values"),
+        ("fp8", {"experts": 4}, "blocks.0.experts is Experts, whose launches may depend on values"),
+    ):
+        assert words in graph_gap(model_of(recipe, **model), True, False)
+    model = model_of("fp8")
+    assert "several processes" in graph_gap(model, False, False)
+    assert "compiled code" in graph_gap(model, True, True)
+    model.blocks[0].register_forward_hook(print)
+    assert graph_gap(model, True, False) == "a hook of blocks.0 may read values"

@@ -11,16 +11,14 @@ from narrowgauge.trainer.models import count_parameters
 from narrowgauge.trainer.simulate import H200, count_step
 from narrowgauge.trainer.simulate.operations import Cost
 from narrowgauge.trainer.simulate.recorder import Recorder
-from narrowgauge.trainer.training import make_config
+from support.runs import config_of
 
 META = torch.device("meta")
 
 
 def config(recipe, layers=2, **model):
-    sizes = {"name": "debug", "dim": 128, "heads": 2, "kv_heads": 1, "ffn_dim": 256, "vocab_size": 512}
-    training = {"batch_size": 8, "micro_batch_size": 2}
-    values = {"data": {"sequence_length": 64}, "training": training, "recipe": {"name": recipe}}
-    return make_config(values | {"model": sizes | {"layers": layers} | model})
+    sizes = {"dim": 128, "heads": 2, "kv_heads": 1, "ffn_dim": 256, "vocab_size": 512, "layers": layers}
+    return config_of(recipe, sizes | model, 64)
 
 
 def names(count):

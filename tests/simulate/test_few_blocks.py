@@ -7,7 +7,7 @@ from narrowgauge.recipes import named_device
 from narrowgauge.trainer.simulate import H200, count_step, count_whole, estimate_step
 from narrowgauge.trainer.simulate.few_blocks import few_blocks
 from narrowgauge.trainer.simulate.memory_estimate import _heaviest
-from narrowgauge.trainer.training import make_config
+from support.runs import config_of
 
 RULE = """
 saved = "operand"
@@ -24,10 +24,8 @@ wgrad = "bf16"
 
 
 def config(recipe, layers, **training):
-    sizes = {"name": "debug", "dim": 128, "ffn_dim": 256, "vocab_size": 256, "layers": layers}
-    training = {"batch_size": 8, "micro_batch_size": 2} | training
-    values = {"model": sizes, "data": {"sequence_length": 64}, "training": training}
-    return make_config(values | {"recipe": {"name": str(recipe)}})
+    sizes = {"dim": 128, "ffn_dim": 256, "vocab_size": 256, "layers": layers}
+    return config_of(recipe, sizes, 64, **training)
 
 
 @pytest.fixture

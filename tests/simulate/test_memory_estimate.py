@@ -6,38 +6,19 @@ from narrowgauge.distributed import ParallelDims
 from narrowgauge.recipes import recipe_names
 from narrowgauge.trainer.simulate import estimate_step
 from narrowgauge.trainer.simulate.step import simulate_step
-from narrowgauge.trainer.training import make_config
 from support.covering import covering, properties_of
+from support.runs import config_of
 
 KINDS = ("tensor", "context", "shard", "pipeline")
 COVERING = covering({name: properties_of(name) for name in recipe_names()}, {kind: [kind] for kind in KINDS})
 # Two processes divide every dimension and the tokens into multiples of 128, the largest block of a recipe.
-MODEL = {
-    "name": "debug",
-    "dim": 256,
-    "heads": 2,
-    "kv_heads": 2,
-    "ffn_dim": 512,
-    "layers": 2,
-    "vocab_size": 256,
-}
-
-
-def config(recipe, batch_size, **more):
-    training = {"batch_size": batch_size, "micro_batch_size": 2}
-    values = {
-        "model": MODEL,
-        "data": {"sequence_length": 256},
-        "training": training,
-        "recipe": {"name": recipe},
-    }
-    return make_config(values | more)
+MODEL = {"dim": 256, "heads": 2, "kv_heads": 2, "ffn_dim": 512, "layers": 2, "vocab_size": 256}
 
 
 @pytest.mark.tier("thorough", keep=4, nightly=8)
 @pytest.mark.parametrize(("recipe", "kind"), COVERING)
 def test_every_recipe_has_an_estimate_on_two_processes(recipe, kind):
-    step = estimate_step(config(recipe, 4, parallel={kind: 2}), ParallelDims(**{kind: 2}))
+    step = estimate_step(config_of(recipe, MODEL, 256, {kind: 2}, batch_size=4), ParallelDims(**{kind: 2}))
     assert step.memory.device["weights"] > 0
     assert step.memory.peak > step.memory.state
     assert sum(step.sent.values()) > 0
@@ -55,7 +36,7 @@ def test_every_recipe_has_an_estimate_on_two_processes(recipe, kind):
     ids=lambda dims: f"{dims.text} chunks {dims.chunks}",
 )
 def test_few_micro_batches_tell_what_all_of_a_pipeline_send_and_keep(recipe, dims):
-    values = config(recipe, 24 * dims.data, model=MODEL | {"layers": 4})
+    values = config_of(recipe, MODEL | {"layers": 4}, 256, batch_size=24 * dims.data)
     estimated = estimate_step(values, dims)
     ranks = (0, dims.size - dims.size // dims.pipeline)
     whole = [simulate_step(values, 12, dims, rank) for rank in ranks]

@@ -8,6 +8,7 @@ from narrowgauge.trainer.simulate import ALONE, Memory, Room, count_step, estima
 from narrowgauge.trainer.simulate.memory import CLASSES
 from narrowgauge.trainer.simulate.room import CONTEXT, FRAGMENTATION
 from narrowgauge.trainer.training import make_config
+from support.runs import config_of
 
 GIB = 2**30
 
@@ -44,14 +45,8 @@ def test_a_cpu_reserves_nothing_and_holds_the_state_of_the_host():
 
 
 def on_a_gpu(recipe, **training):
-    return make_config(
-        {
-            "model": {"name": "debug", "dim": 256, "heads": 4, "kv_heads": 2, "ffn_dim": 1024, "layers": 6},
-            "data": {"sequence_length": 512},
-            "training": {"batch_size": 24, "micro_batch_size": 8} | training,
-            "recipe": {"name": recipe},
-        }
-    )
+    sizes = {"dim": 256, "heads": 4, "kv_heads": 2, "ffn_dim": 1024, "layers": 6}
+    return config_of(recipe, sizes, 512, batch_size=24, micro_batch_size=8, **training)
 
 
 @pytest.mark.tier("thorough")

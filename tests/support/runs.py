@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.trainer.checkpoint import read_manifest, steps
+from narrowgauge.trainer.training import Config, make_config
 
 WORDS = ["narrow", "gauge", "rail", "train", "coal", "steam", "valley", "signal"]
 Values = dict[str, dict[str, Any]]
@@ -29,6 +30,19 @@ def with_keys(values: Mapping[str, Mapping[str, Any]], changes: Mapping[str, Any
         section, _, name = key.partition(".")
         result.setdefault(section, {})[name] = value
     return result
+
+
+def config_of(
+    recipe: object, model: Mapping[str, Any], length: int, parallel: object = None, **training: Any
+) -> Config:
+    """The configuration of a model under a recipe: of eight sequences a step and two at once, or as given."""
+    values = {
+        "model": {"name": "debug", **model},
+        "data": {"sequence_length": length},
+        "training": {"batch_size": 8, "micro_batch_size": 2, **training},
+        "recipe": {"name": str(recipe)},
+    }
+    return make_config(values if parallel is None else values | {"parallel": parallel})
 
 
 def interrupted(path: Path, *lost: int) -> Path:

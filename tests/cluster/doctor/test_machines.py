@@ -148,121 +148,53 @@ def broken(facts, error=NO_TORCH, **software):
     )
 
 
+NO_GPUS, TORCH_AND_GPUS = {"gpus": ()}, "torch MISS, gpus MISS"
 # A machine, what is wrong there as "item STATUS", and words of the findings and their fixes.
 GPUS = [
-    (
-        changed(LAPTOP, software=CPU_ONLY.software, hardware={"gpus": ()}),
-        "torch MISS, gpus MISS",
-        "2.11.0, built for CPUs; this machine has 1 NVIDIA GPU",
-        "install torch 2.11, built for CUDA 12.8 instead",
-    ),
-    (
-        changed(FRONTIER, software=CUDA, hardware={"gpus": (), "error": "Found no NVIDIA driver"}),
-        "torch MISS, gpus MISS",
-        *("this machine has 8 AMD GPUs", "torch 2.11 or later, built for ROCm", "Found no NVIDIA driver"),
-    ),
-    (
-        changed(LAPTOP, hardware={"driver": "460.73.01", "driver_cuda": (11, 2), "gpus": ()}),
-        "driver MISS, gpus MISS",
-        *("NVIDIA 460.73.01, for CUDA up to 11.2; torch 2.11 and later bring CUDA 12", "525 or later"),
-    ),
-    (
-        changed(LAPTOP, hardware={"driver_cuda": None, "gpus": ()}),
-        "driver MISS, gpus MISS",
-        "libcuda.so.1 does not load",
-    ),
-    (
-        changed(LAPTOP, hardware={"gpus": ()}, environment={"CUDA_VISIBLE_DEVICES": ""}),
-        "gpus WARN",
-        *("CUDA_VISIBLE_DEVICES='' hides them", "unset CUDA_VISIBLE_DEVICES"),
-    ),
-    (
-        changed(LAPTOP, hardware={"makers": (), "driver_cuda": None, "gpus": ()}),
-        "gpus WARN",
-        *("1 NVIDIA GPU on the bus", "--gpus all"),
-    ),
-    (
-        gpus(LAPTOP, capability=(6, 1)),
-        "gpus MISS",
-        "torch 2.11 to 2.14, built for CUDA 12.6, which has code for compute capability 6.1",
-    ),
+    (changed(LAPTOP, software=CPU_ONLY.software, hardware=NO_GPUS), TORCH_AND_GPUS, "built for CUDA 12.8"),
+    (changed(FRONTIER, software=CUDA, hardware=NO_GPUS), TORCH_AND_GPUS, "8 AMD GPUs", "built for ROCm"),
+    (changed(LAPTOP, hardware=NO_GPUS | {"driver_cuda": (11, 2)}), "driver MISS, gpus MISS", "525 or later"),
+    (changed(LAPTOP, hardware=NO_GPUS | {"driver_cuda": None}), "driver MISS, gpus MISS", "libcuda.so.1"),
+    (changed(LAPTOP, hardware=NO_GPUS, environment={"CUDA_VISIBLE_DEVICES": ""}), "gpus WARN", "hides them"),
+    (changed(LAPTOP, hardware=NO_GPUS | {"makers": (), "driver_cuda": None}), "gpus WARN", "--gpus all"),
+    (gpus(LAPTOP, capability=(6, 1)), "gpus MISS", "built for CUDA 12.6", "compute capability 6.1"),
     (
         changed(EIGHT_H100, hardware={"gpus": (*node(H100, 7), replace(RTX4090, peers=tuple(range(7))))}),
-        "gpus WARN, peers WARN",
-        *("7 x NVIDIA H100", "1 x NVIDIA GeForce", "choose GPUs of one kind"),
+        *("gpus WARN, peers WARN", "7 x NVIDIA H100", "choose GPUs of one kind"),
     ),
     (
         changed(LAPTOP, hardware={"makers": ("nvidia",) * 2, "gpus": node(RTX4090, 2, connected=False)}),
-        "peers WARN",
-        *("1 of 1 pairs of GPUs, such as 0 and 1", "narrowgauge scaling"),
+        *("peers WARN", "1 of 1 pairs of GPUs, such as 0 and 1"),
     ),
     (changed(EIGHT_H100, software={"nccl": (2, 21, 5)}), "nccl WARN", "NCCL 2.24 or later"),
     (changed(EIGHT_H100, software={"backends": ("gloo",)}), "nccl MISS", "none (built in: gloo)"),
-    (
-        gpus(LAPTOP, used=20 << 30, processes=(4711,), busy=97),
-        "gpu-jobs WARN",
-        "GPU 0: 20.0 GiB in use by process 4711, 97 % busy",
-    ),
+    (gpus(LAPTOP, used=20 << 30, processes=(4711,), busy=97), "gpu-jobs WARN", "process 4711, 97 % busy"),
     (changed(EIGHT_H100, software=CUDA), "recipes WARN", "fp8-block", "12.9"),
     (changed(EIGHT_H100, compiler=replace(CXX, cc="")), "compiler WARN", "kernels on a GPU need it"),
 ]
 TORCH = [
-    (
-        V100,
-        "driver MISS, gpus MISS",
-        "for CUDA up to 12.4; torch was built for CUDA 13.0",
-        "install torch 2.11 to 2.14, built for CUDA 12.6",
-    ),
-    (broken(LAPTOP), "torch MISS, gpus MISS", "install torch 2.11, built for CUDA 12.8"),
-    (
-        broken(LAPTOP, CUDART),
-        "torch MISS, gpus MISS",
-        *("built for CUDA 12.8; it does not import: libcudart.so.13", "with its dependencies"),
-    ),
+    (V100, "driver MISS, gpus MISS", "for CUDA up to 12.4", "torch 2.11 to 2.14, built for CUDA 12.6"),
+    (broken(LAPTOP), TORCH_AND_GPUS, "install torch 2.11, built for CUDA 12.8"),
+    (broken(LAPTOP, CUDART), TORCH_AND_GPUS, "it does not import: libcudart.so.13", "with its dependencies"),
     (
         broken(host(system={"glibc": (2, 17)}), GLIBC, torch="2.13.0", glibc=(2, 28)),
-        "system MISS, torch MISS",
-        *("glibc 2.17; torch 2.13.0 needs glibc 2.28 or later", "it was built for glibc 2.27 or later"),
+        *("system MISS, torch MISS", "torch 2.13.0 needs glibc 2.28", "it was built for glibc 2.27"),
     ),
-    (
-        broken(host(system={"glibc": ()})),
-        "system MISS, torch MISS",
-        *("a C library other than glibc; torch's wheels need glibc 2.28", "pip install torch"),
-    ),
-    (
-        broken(host(system={"cpu": {"sse4_2"}}), "its process was killed by SIGILL"),
-        "system WARN, torch MISS",
-        *("no AVX2", "choose a machine with AVX2"),
-    ),
-    (
-        broken(CPU_ONLY, python=(3, 16, 0)),
-        "python WARN, torch MISS",
-        *("may have no wheel yet", "install Python 3.11 to 3.15"),
-    ),
+    (broken(host(system={"glibc": ()})), "system MISS, torch MISS", "a C library other than glibc"),
+    (broken(host(system={"cpu": {"sse4_2"}}), "SIGILL"), "system WARN, torch MISS", "a machine with AVX2"),
+    (broken(CPU_ONLY, python=(3, 16, 0)), "python WARN, torch MISS", "install Python 3.11 to 3.15"),
     (broken(CPU_ONLY, "undefined symbol: ncclCommShrink"), "torch MISS", "another NCCL"),
     (host(software={"python": (3, 10, 4), "torch": "2.6.0"}), "python MISS, torch MISS", "Python 3.11"),
 ]
 HOST = [
     (host(system={"name": "Windows", "machine": "AMD64", "glibc": ()}), "system WARN", "use WSL 2"),
     (mac(), "system WARN", "macOS"),
-    (
-        mac(compiler={"error": "clang++: error: unsupported option '-fopenmp'"}),
-        "system WARN, compiler WARN",
-        "brew install libomp",
-    ),
-    (
-        host(software={"packages": {"numpy": "1.24.4", "pydantic": "", "rich": "13.7.1"}}),
-        "packages MISS",
-        "python -m pip install pydantic",
-    ),
+    (mac(compiler={"error": "unsupported option '-fopenmp'"}), "system WARN, compiler WARN", "libomp"),
+    (host(software={"packages": {"numpy": "1.24.4", "pydantic": ""}}), "packages MISS", "install pydantic"),
     (host(system={"open_files": (1024, 1 << 20)}), "open-files WARN", "ulimit -n 65536"),
     (shared(64 << 20, 64 << 20), "shared-memory WARN", "--shm-size"),
     (shared(32 << 30, 64 << 20), "shared-memory WARN", "killed programs"),
-    (
-        host(system={"locked_memory": (8 << 20, None)}, hardware={"fabric": True}),
-        "locked-memory WARN",
-        "ulimit -l unlimited",
-    ),
+    (host(system={"locked_memory": (8 << 20, None)}, hardware={"fabric": True}), "locked-memory WARN", "-l"),
     (host(system={"now": 0.0}), "clock MISS", "timedatectl"),
     (host(hub={"ahead": 4000.0}), "clock WARN", "4000 s behind the hub's"),
     (host(disk={"skew": -60.0}), "clock WARN", "60 s ahead of that of the file system"),

@@ -280,6 +280,7 @@ def test_a_job_gets_a_partition_that_takes_it(words, partition, time, write, cap
         ("--out s.sh -- train", "add --slurm or --torchrun"),
         ("--slurm -- train", "--out SCRIPT"),
         ("--slurm --time 5 --out s.sh -- train", "write HH:MM:SS"),
+        ("--slurm --account a;b --out s.sh -- train", "--account is 'a;b'"),
         (
             "--slurm --site frontier --nodes 128 --time 12:00:00 --out s.sh -- train --batch-size 1024",
             "each partition takes 128 nodes for at most 6 hours",

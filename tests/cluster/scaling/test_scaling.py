@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from narrowgauge.trainer.cluster.scaling.scaling import _dims, _plans
+from narrowgauge.trainer.cluster.scaling.scaling import _plans
 from narrowgauge.trainer.cluster.scaling.statistics import (
     Row,
     against,
@@ -128,22 +128,6 @@ def test_the_verdict_says_what_is_proven():
     ]
     for measured, same_cores, words in every:
         assert words in verdict(measured, same_cores), words
-
-
-@pytest.mark.parametrize(
-    ("parallel", "size", "grid"),
-    [
-        ({}, 4, {"shard": 4, "replicate": 1}),
-        ({"replicate": 2}, 4, {"replicate": 4, "shard": 1}),
-        ({"replicate": 2, "shard": 2}, 8, {"replicate": 4, "shard": 2}),
-        ({"tensor": 2, "zero": 1}, 4, {"tensor": 2, "shard": 2, "zero": 1}),
-        ({"replicate": 8}, 1, {"replicate": 1, "shard": 1}),
-    ],
-)
-def test_the_number_of_processes_alone_changes(parallel, size, grid):
-    parallel_dims = _dims(make_config({"parallel": parallel}), size)
-    assert parallel_dims.size == size
-    assert {name: getattr(parallel_dims, name) for name in grid} == grid
 
 
 def test_strong_divides_the_batch_and_weak_multiplies_it():
