@@ -13,8 +13,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param
-from torch.distributed.tensor import DTensor, Shard
-from torch.utils.checkpoint import checkpoint
 
 from narrowgauge.system import torch_compat as compat
 
@@ -29,24 +27,6 @@ def four_fake_ranks():
     """Rank 0 of four, whose collectives do nothing."""
     with compat.fake_world(0, 4):
         yield dist.group.WORLD
-
-
-def test_the_local_tensor_is_the_object_itself(four_fake_ranks):
-    mesh = init_device_mesh("cpu", (4,))
-    shard = torch.ones(2, 3)
-    whole = DTensor.from_local(shard, mesh, [Shard(0)])
-    compat.local_tensor(whole).note = "kept"
-    assert compat.local_tensor(whole).note == "kept"
-    assert compat.local_tensor(shard) is shard
-    assert not hasattr(whole.to_local(), "note")
-    with torch.no_grad():
-        whole.to_local().mul_(2)
-    assert torch.equal(compat.local_tensor(whole), torch.full((2, 3), 2.0))
-    assert compat.version_of(compat.local_tensor(whole)) == 1
-    local = torch.arange(6.0).view(2, 3)
-    found = compat.as_shard(local, whole)
-    assert compat.local_tensor(found) is local
-    assert (found.shape, found.placements) == ((8, 3), (Shard(0),))
 
 
 def test_views_share_writes_and_a_storage():
@@ -67,23 +47,6 @@ def test_views_share_writes_and_a_storage():
     reshaped = compat.reshaped(product, (2, 3))  # no view, in the same memory
     assert (reshaped.shape, reshaped._is_view()) == ((2, 3), False)
     assert reshaped.data_ptr() == product.data_ptr()
-
-
-def test_it_is_known_whether_a_backward_pass_runs_and_which_node():
-    told, nodes = [], []
-
-    def look(x):
-        told.append(compat.is_in_backward())
-        return x * x
-
-    assert not compat.is_in_backward()
-    y = checkpoint(look, torch.ones(2, requires_grad=True), use_reentrant=False)
-    y.register_hook(lambda g: nodes.append(compat.autograd_node()))
-    y.exp().sum().backward()
-    assert told == [False, True]
-    assert not compat.is_in_backward()
-    assert nodes[0] is not None
-    assert compat.autograd_node() is None
 
 
 def test_hooks_are_seen_and_go_with_a_parameter_that_becomes_another_tensor():

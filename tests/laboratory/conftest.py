@@ -4,16 +4,11 @@ from pathlib import Path
 
 import pytest
 
+import narrowgauge as ng
 from narrowgauge.formats import table
 from narrowgauge.quantization import named_casts
 
 DOCS = Path(__file__).parents[2] / "docs"
-TINY = {
-    "model": {"dim": 32, "layers": 2, "heads": 2, "kv_heads": 2, "ffn_dim": 64, "vocab_size": 320},
-    "data": {"source": str(DOCS / "definitions.md"), "tokenizer": "bytes", "sequence_length": 32},
-    "training": {"steps": 4, "batch_size": 4, "micro_batch_size": 4, "device": "cpu", "threads": 1},
-    "validation": {"batches": 1},
-}
 
 
 @pytest.fixture(autouse=True)
@@ -31,16 +26,15 @@ def source(tmp_path_factory):
     return path
 
 
-@pytest.fixture
-def tiny(source):
+@pytest.fixture(scope="session")
+def tiny(tiny):
     """Sections of a configuration that trains four steps in about a second."""
-    return TINY | {"data": {**TINY["data"], "source": str(source)}}
+    sizes = {"steps": 4, "batch_size": 4, "micro_batch_size": 4, "threads": 1}
+    sections = tiny({f"training.{key}": value for key, value in sizes.items()})
+    return {name: table for name, table in sections.items() if name != "recipe"}
 
 
 @pytest.fixture(scope="session")
-def run(source, tmp_path_factory):
+def run(tiny, tmp_path_factory):
     """A run that probes, sensitivities and searches take."""
-    import narrowgauge as ng
-
-    sections = TINY | {"data": {**TINY["data"], "source": str(source)}}
-    return ng.train("bf16", tmp_path_factory.mktemp("runs") / "tiny", quiet=True, **sections).path
+    return ng.train("bf16", tmp_path_factory.mktemp("runs") / "tiny", quiet=True, **tiny).path

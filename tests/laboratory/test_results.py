@@ -34,20 +34,13 @@ def the_same_in_every_form(result: Result, folder: Path) -> None:
         result.save(folder / "a.png")
 
 
-def test_a_run_is_trained_and_returned(run, tmp_path):
-    result = ng.train("bf16", run, quiet=True, **_sections(run))
+def test_a_run_is_trained_and_returned(run, tiny, tmp_path):
+    result = ng.train("bf16", run, quiet=True, **tiny)
     assert result.path == run
     assert result.report.is_file()
     assert len(result.losses) == 4
     assert result.loss == result.run.final_val_loss
     the_same_in_every_form(result, tmp_path)
-
-
-def _sections(run: Path) -> dict:
-    import tomllib
-
-    table = tomllib.loads((run / "config.toml").read_text())
-    return {key: table[key] for key in ("model", "data", "training", "validation")}
 
 
 @pytest.mark.tier("thorough")  # `test_a_run_is_trained_and_returned` trains in the quick tier

@@ -2,15 +2,13 @@
 
 import argparse
 from functools import cache
-from pathlib import Path
 
 from narrowgauge.system.errors import UserError, nearest, unknown
-from narrowgauge.trainer import data, training  # each name is imported on first use
+from narrowgauge.trainer import data  # each name is imported on first use
 from narrowgauge.trainer.cli import signature
 from narrowgauge.trainer.cli.parser import Parser
 from narrowgauge.trainer.cli.table import VERBS, function_of
 from narrowgauge.trainer.laboratory.arguments import config_values
-from narrowgauge.trainer.training.config.synonyms import SHORT
 
 OF_THE_COMMAND = ("-h", "--help", "-V", "--version")  # options without a verb
 
@@ -54,7 +52,7 @@ def parser_of(verb: str) -> Parser:
     for option in signature.options_of(function):
         option.add_to(p)
     if signature.takes_keys(function):
-        _add_config_options(p)
+        p.take_keys()
     return p
 
 
@@ -63,31 +61,6 @@ def verbs_with(option: str) -> list[str]:
     return [verb for verb in VERBS if parser_of(verb).has(option)] or [
         verb for verb in VERBS if parser_of(verb).has_key(option)
     ]
-
-
-def _add_config_options(p: Parser) -> None:
-    """Add CONFIG.toml, --out, the short options, and one option for each key of the configuration."""
-    keys = training.config_keys()
-    p.take_keys()
-    text = "a file, or a name that ships, such as gpt2-124m"
-    p.add_argument("config", metavar="CONFIG.toml", type=signature.reader(Path), nargs="?", help=text)
-    if not p.has("--out"):
-        p.add_argument("--out", type=signature.reader(Path), metavar="DIR", help="the run directory")
-    for short, name in SHORT.items():
-        text = str(keys[name]).replace("%", "%%")
-        p.add_argument(f"--{short}", dest=name, metavar=keys[name].takes, help=text)
-    for name, key in keys.items():
-        is_switch = key.takes.startswith("true|false")
-        p.add_argument(
-            f"--{name}",
-            dest=name,
-            metavar=key.takes,
-            action=signature.Join if key.takes.endswith(",...") else "store",
-            help=argparse.SUPPRESS,
-            default=argparse.SUPPRESS,
-            nargs="?" if is_switch else None,
-            const="true" if is_switch else None,
-        )
 
 
 def require_sources(options: argparse.Namespace) -> None:

@@ -9,12 +9,14 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import takewhile
+from pathlib import Path
 from typing import Any, NoReturn
 
 from narrowgauge.system.errors import UserError, nearest, unknown
 from narrowgauge.trainer import training  # each name is imported on first use, and this one needs pydantic
 from narrowgauge.trainer.cli.help import COLUMN, keys_text, sections_text
-from narrowgauge.trainer.training.config.synonyms import key_of, other_names, plain, unknown_key
+from narrowgauge.trainer.cli.signature import Join, reader
+from narrowgauge.trainer.training.config.synonyms import SHORT, key_of, other_names, plain, unknown_key
 
 _NEGATIVE = re.compile(r"-(\d|\.\d|inf|nan)[\w.+-]*\Z")  # also -1e-3, which argparse takes for an option
 _LONG_WITH_ONE_DASH = re.compile(r"-[a-z][\w-]+")
@@ -44,12 +46,28 @@ class Parser(argparse.ArgumentParser):
         self.set_defaults(verb=verb, parser=self)
 
     def take_keys(self) -> None:
-        """Find options by the other names of the configuration's keys; list the keys with `--help all`."""
-        self.names = training.config_keys() | {"out": training.Key("", "", "DIR", "output-dir")}
+        """Add CONFIG.toml, --out, the short options, and one option for each key of the configuration.
+
+        Options are found by the other names of the keys, which `--help all` lists.
+        """
+        keys = training.config_keys()
+        self.names = keys | {"out": training.Key("", "", "DIR", "output-dir")}
         self.usage = "%(prog)s [CONFIG.toml] [OPTION VALUE ...]"
         self.formatter_class = partial(argparse.HelpFormatter, max_help_position=COLUMN)
         self.help_option.nargs, self.help_option.metavar = "?", "all|SECTION"
         self.help_option.help = "show this and exit; all: every key; SECTION: its keys"
+        text = "a file, or a name that ships, such as gpt2-124m"
+        self.add_argument("config", metavar="CONFIG.toml", type=reader(Path), nargs="?", help=text)
+        if not self.has("--out"):
+            self.add_argument("--out", type=reader(Path), metavar="DIR", help="the run directory")
+        for short, name in SHORT.items():
+            text = str(keys[name]).replace("%", "%%")
+            self.add_argument(f"--{short}", dest=name, metavar=keys[name].takes, help=text)
+        for name, key in keys.items():
+            how: dict[str, Any] = {"help": argparse.SUPPRESS, "default": argparse.SUPPRESS}
+            how |= {"action": Join} if key.takes.endswith(",...") else {}
+            how |= {"nargs": "?", "const": "true"} if key.takes.startswith("true|false") else {}
+            self.add_argument(f"--{name}", dest=name, metavar=key.takes, **how)
 
     def read(self, words: Sequence[str]) -> argparse.Namespace:
         """The options in the words after the verb; ends with the help if that is asked for.

@@ -15,7 +15,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "advise": "trainer.laboratory.advise.advise",
         "plan": "trainer.laboratory.plan",
         "predict": "trainer.cli.verbs.predict",
-        "doctor": "trainer.cli.verbs.doctor",
+        "doctor": "trainer.cli.verbs.machine",
     },
     "data and models": {
         "prepare": "trainer.cli.verbs.prepare",
@@ -32,7 +32,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "sensitivity": "trainer.laboratory.sensitivity",
         "search": "trainer.laboratory.search",
     },
-    "measure this machine": {"bench": "trainer.cli.verbs.bench", "scaling": "trainer.cli.verbs.scaling"},
+    "measure this machine": dict.fromkeys(("bench", "scaling"), "trainer.cli.verbs.machine"),
     "what exists": dict.fromkeys(("recipes", "formats", "models"), "trainer.cli.verbs.recipes"),
 }
 VERBS: Mapping[str, str] = {verb: module for verbs in GROUPS.values() for verb, module in verbs.items()}

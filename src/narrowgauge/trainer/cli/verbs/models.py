@@ -2,15 +2,12 @@
 
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from narrowgauge.system.errors import unknown
 from narrowgauge.trainer import distributed, models, runs  # each name is imported when it is used
 from narrowgauge.trainer.laboratory.arguments import RUN, Console, Count, File, Folder, Form, Run, Say, Source
 from narrowgauge.trainer.runs.choices import EXPORT_FORMATS, RECORDED, SERVERS, TASKS
-
-if TYPE_CHECKING:
-    from narrowgauge.trainer.runs import TrainedRun
 
 Tokenizer = Annotated[File | None, "a tokenizer.json (the model's)"]
 
@@ -69,8 +66,11 @@ def eval_(
 
     narrowgauge eval runs/mine --task val --batches 8
     """
+    from narrowgauge.trainer.runs.loop.two_losses import keep_losses, two_losses
+    from narrowgauge.trainer.runs.monitor.progress import Display
     from narrowgauge.trainer.runs.use.hellaswag import evaluate
     from narrowgauge.trainer.runs.use.lm_eval import harness_scores
+    from narrowgauge.trainer.runs.use.trained_model import run_data
 
     kind, _, detail = task.partition(":")
     if kind == "lm-eval" and detail:
@@ -84,45 +84,27 @@ def eval_(
         score = evaluate(trained, Path(detail), limit)
         text = f"{score.examples} examples, acc {score.acc:.4f}, acc_norm {score.acc_norm:.4f}"
         say(f"{run}: step {trained.step}, hellaswag, {text}")
-    elif task == "val":
-        text = _loss_of_text(run, trained, data, sequence_length, batches, forward, console)
-        say(f"{run}: step {trained.step}, {text}")
-    else:
+        return
+    if task != "val":
         raise unknown("task", task, TASKS)
-
-
-def _loss_of_text(
-    run: Path,
-    trained: "TrainedRun",
-    source: str | None,
-    length: int | None,
-    batches: int | None,
-    forward: str | None,
-    console: Console,
-) -> str:
-    """The validation loss of a text, or both losses of two forward passes."""
-    from narrowgauge.trainer.runs.loop.two_losses import keep_losses, two_losses
-    from narrowgauge.trainer.runs.monitor.progress import Display
-    from narrowgauge.trainer.runs.use.trained_model import run_data
-
     with Display(console, 1, 1) as display:
-        dataset = run_data(trained, source, display.stage)
-    config = trained.config
-    length = length or config.data.sequence_length
+        dataset = run_data(trained, data, display.stage)
+    own = trained.config.data
+    length = sequence_length or own.sequence_length
     if forward:
         losses = two_losses(trained, forward, dataset.val, length, batches)
-        asked = {"data": source, "sequence_length": length, "batches": batches}
+        asked = {"data": data, "sequence_length": length, "batches": batches}
         keep_losses(run, trained.step, losses, asked)
         text = ", ".join(f"{name} {loss:.6f}" for name, loss in losses.items())
-        return f"validation loss by forward pass: {text}"
-    size, separate_documents = config.training.micro_batch_size, config.data.separate_documents
-    sequences = trained.held_out_sequences(batches)
-    engine, val = distributed.Engine.alone(trained.model), dataset.val
-    windows = (size, length, None, separate_documents, sequences)
+        say(f"{run}: step {trained.step}, validation loss by forward pass: {text}")
+        return
+    size, sequences = trained.config.training.micro_batch_size, trained.held_out_sequences(batches)
+    engine, val, is_separate = distributed.Engine.alone(trained.model), dataset.val, own.separate_documents
+    windows = (size, length, None, is_separate, sequences)
     loss = runs.validation_loss(engine, trained.go_to_sample, val, *windows).mean
-    bits = runs.bits_per_byte(loss, dataset.tokenizer, val, size, length, sequences, separate_documents)
+    bits = runs.bits_per_byte(loss, dataset.tokenizer, val, size, length, sequences, is_separate)
     per_byte = f", {bits:.4f} bits per byte" if isfinite(bits) else ""  # token ids have no bytes
-    return f"validation loss {loss:.4f} nats per token{per_byte}"
+    say(f"{run}: step {trained.step}, validation loss {loss:.4f} nats per token{per_byte}")
 
 
 def export(

@@ -49,7 +49,13 @@ def recipes(
 
     chosen = _recipe(name) if from_ is None else read_recipe(name, from_, blocks)
     if diff is not None:
-        _print_differences(chosen, _recipe(diff))
+        from narrowgauge.recipes.describe import differences
+
+        other = _recipe(diff)
+        if rows := differences(chosen, other):
+            _print_table(("where they differ", chosen.name, other.name), rows)
+        else:
+            _say(f"{chosen.name} and {other.name} are equal in every place")
     elif to is not None:
         given = [name, *([] if from_ is None else ["--from", from_])]
         print(write_recipe(chosen, to, blocks, given), end="")
@@ -97,16 +103,6 @@ def _say(text: str) -> None:
     from rich.console import Console
 
     Console().print(text, style="dim", markup=False, highlight=False)
-
-
-def _print_differences(a: "Recipe", b: "Recipe") -> None:
-    """Print the keys in which two recipes differ, with both values."""
-    from narrowgauge.recipes.describe import differences
-
-    if rows := differences(a, b):
-        _print_table(("where they differ", a.name, b.name), rows)
-    else:
-        _say(f"{a.name} and {b.name} are equal in every place")
 
 
 def _print_recipes(device: "Device", where: str) -> None:
