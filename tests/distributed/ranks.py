@@ -20,8 +20,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
-
 
 def on_ranks(world: int = 0) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Lets each of n ranks run a test's body; without a number the test's argument `world` is it.
@@ -85,10 +83,9 @@ def do(job: dict) -> list[dict]:
 
 if __name__ == "__main__":
     warnings.simplefilter("error")
-    for file in [
-        *Path(__file__).parent.glob("jobs_*.py"),
-        *Path(__file__).parent.glob("test_quantized_*.py"),
-    ]:
-        importlib.import_module(file.stem)
+    here = Path(__file__).parent
+    sys.path[:0] = [str(here), str(here.parent)]
+    for name in ("jobs_training", "test_ddp", "test_fsdp", "test_quantized_gather", "test_quantized_reduce"):
+        importlib.import_module(name)
     for line in sys.stdin:
         print(json.dumps(do(json.loads(line))), flush=True)

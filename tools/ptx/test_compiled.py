@@ -50,8 +50,3 @@ def execute(target, tests, cache):
 @pytest.mark.parametrize("target", TARGETS)
 def test_compiled_kernels_are_their_references(target, tmp_path):
     execute(target, TESTS, tmp_path)
-
-
-@pytest.mark.parametrize("target", TARGETS[1:])
-def test_triton_rounds_float32_to_e4m3_once(target, tmp_path):
-    execute(target, {"compiled_casts.py::test_triton_rounds_float32_to_e4m3_once": ["narrow"]}, tmp_path)
