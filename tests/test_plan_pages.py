@@ -1,13 +1,13 @@
 """What pages show of plans is what their commands print, under any version of torch (`make pages`).
 
 A row of a table is a template; the names in braces are figures of the plan (`figures`). This file as a
-program, `python tests/test_plan_pages.py`, prints all rows as they should stand, or the rows of the pages
-that are named.
+program writes the rows of the pages that are named, or of all.
 """
 
 import contextlib
 import io
 import json
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -167,10 +167,12 @@ ROWS = [
 
 
 def main() -> None:
-    """Print the rows."""
-    for row in ROWS:
-        if row.page in (sys.argv[1:] or [row.page]):
-            print(f"{row.page}: {row.text()}", flush=True)
+    """Write the rows."""
+    for row in (row for row in ROWS if row.page in (sys.argv[1:] or [row.page])):
+        page, pattern = DOCS / row.page, re.sub(r"\\\{\w+\\\}", "[^|]+", re.escape(row.template))
+        text, count = re.subn(f"^{pattern}$", row.text(), page.read_text(encoding="utf-8"), flags=re.M)
+        assert count == 1, row.template
+        page.write_text(text, encoding="utf-8")
 
 
 DOCS = Path(__file__).parents[1] / "docs"

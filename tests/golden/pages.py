@@ -15,7 +15,7 @@ import torch
 
 from narrowgauge.exchange import TARGETS, refusals
 from narrowgauge.quantization.keys import KEYS, Keys
-from narrowgauge.recipes import choose_backend, named_device, recipe, recipe_names
+from narrowgauge.recipes import choose_backend, differs, named_device, recipe, recipe_names
 from narrowgauge.system.errors import UserError
 from narrowgauge.trainer.data import bytes_tokenizer
 from narrowgauge.trainer.runs.use.export import export_model
@@ -136,6 +136,14 @@ def shipped() -> str:
     return "\n".join(lines)
 
 
+def differences() -> str:
+    """An item for each way in which shipped recipes differ from their sources, and their names."""
+    names: dict[str, list[str]] = {}
+    for name in recipe_names():
+        names.setdefault(differs(name), []).append(f"`{name}`")
+    return "\n".join(f"- {', '.join(of)}: {sentence}." for sentence, of in names.items() if sentence)
+
+
 def keys() -> str:
     """A Markdown row for each key of a recipe's table: its values, and its comment in the source."""
     source = inspect.getsource(Keys)
@@ -151,7 +159,7 @@ def keys() -> str:
 
 #: The page of each table.
 TABLES = {
-    **{table.__name__: (DOCS / "recipes.md", table) for table in (shipped, keys, written)},
+    **{table.__name__: (DOCS / "recipes.md", table) for table in (shipped, keys, written, differences)},
     "exports": (DOCS / "serving.md", exported),
 }
 

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from narrowgauge.recipes.recipe import ROUTER as ROUTER
     from narrowgauge.recipes.recipe import Recipe as Recipe
     from narrowgauge.recipes.registry import RecipeLike as RecipeLike
+    from narrowgauge.recipes.registry import comment as comment
+    from narrowgauge.recipes.registry import differs as differs
     from narrowgauge.recipes.registry import load_recipe as load_recipe
     from narrowgauge.recipes.registry import parse_recipe as parse_recipe
     from narrowgauge.recipes.registry import recipe as recipe

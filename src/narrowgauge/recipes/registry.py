@@ -3,54 +3,14 @@
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from narrowgauge.quantization import cast_names
 from narrowgauge.recipes.recipe import Recipe
 from narrowgauge.system.errors import UserError, unknown
 from narrowgauge.system.files import named_text, shipped_text, unknown_name
-
-# The order in which tables list them: references first, then from wide to narrow.
-_SHIPPED = (
-    "fp32",
-    "bf16",
-    "bf16-sr",
-    "eco",
-    "fp16",
-    "fp8",
-    "fp8-delayed",
-    "fp8-row",
-    "fp8-row-hp",
-    "fp8-block",
-    "fp8-fnuz",
-    "fp8-attention",
-    "msamp-o1",
-    "msamp-o2",
-    "msamp-o3",
-    "coat",
-    "mxfp8",
-    "mxfp8-2d",
-    "bf16-fwd-mxfp8-bwd",
-    "mxfp8-fwd-nvfp4-bwd",
-    "mxint8",
-    "mxfp6-e2m3",
-    "mxfp6-e3m2",
-    "mxfp4",
-    "mxfp4-amd",
-    "nvfp4",
-    "nvfp4-finish",
-    "nvfp4-row",
-    "nvfp4-row-fwd-mxfp8-bwd",
-    "nvfp4-4over6",
-    "fp4-all",
-    "averis",
-    "fp4-ue5m3",
-    "fp4",
-    "quartet",
-    "quartet2",
-    "tetrajet2",
-    "tetrajet2-outliers",
-)
+from narrowgauge.system.toml_text import parse_toml
 
 # Recipes that were read from a tool's own files (`exchange`), each in the tool's folder. ModelOpt's are about
 # the forward pass, NeMo-RL's about mixtures of experts, so the tables of training formats leave them out.
@@ -77,9 +37,30 @@ _OF_TOOLS: Mapping[str, tuple[str, ...]] = {
 }
 #: The modes of MS-AMP's GPT-3 scripts that have another name here.
 _MODES = {"te": "fp8", "msamp": "msamp-o2"}
-_FILES = {name: name for name in _SHIPPED} | {
-    f"{tool}-{name}": f"{tool}/{name}" for tool, names in _OF_TOOLS.items() for name in names
-}
+
+
+@cache
+def _notes() -> dict[str, dict[str, str]]:
+    """The shipped recipes that train, in the order of tables, each with what is known of it."""
+    return parse_toml(shipped_text("recipes", "shipped"), "list of recipes")
+
+
+@cache
+def _files() -> dict[str, str]:
+    """The file of each recipe, below `shipped/`."""
+    of_tools = {f"{tool}-{name}": f"{tool}/{name}" for tool, names in _OF_TOOLS.items() for name in names}
+    return {name: name for name in _notes()} | of_tools
+
+
+def differs(name: str) -> str:
+    """What a shipped recipe does otherwise than its source; "" for nothing, and for any other name."""
+    return _notes().get(name, {}).get("differs", "")
+
+
+def comment(name: str) -> str:
+    """The same as comments that follow the recipe's text."""
+    said = differs(name)
+    return said and "\n\n" + fill(f"# Differs from its source: {said}.", 110, subsequent_indent="# ")
 
 
 def recipe_names(tool: str = "") -> list[str]:
@@ -90,7 +71,7 @@ def recipe_names(tool: str = "") -> list[str]:
     """
     if tool and tool not in [*_OF_TOOLS]:
         raise unknown("tool", tool, _OF_TOOLS)
-    return [f"{tool}-{name}" for name in _OF_TOOLS[tool]] if tool else list(_SHIPPED)
+    return [f"{tool}-{name}" for name in _OF_TOOLS[tool]] if tool else list(_notes())
 
 
 def parse_recipe(text: str, where: str) -> Recipe:
@@ -100,12 +81,12 @@ def parse_recipe(text: str, where: str) -> Recipe:
 
 def is_shipped(one: Recipe) -> bool:
     """Whether a recipe is the shipped one of its name, in every place."""
-    return one.name in _FILES and one.casts == _shipped(one.name).casts
+    return one.name in _files() and one.casts == _shipped(one.name).casts
 
 
 @cache
 def _shipped(name: str) -> Recipe:
-    return parse_recipe(shipped_text("recipes/shipped", _FILES[name]), f"{name}.toml")
+    return parse_recipe(shipped_text("recipes/shipped", _files()[name]), f"{name}.toml")
 
 
 #: What stands wherever a recipe goes: a name, the path of a file, the keys of one, or a recipe.
@@ -145,7 +126,7 @@ def recipe(name: RecipeLike) -> Recipe:
     name = str(name)
     if name.endswith(".toml"):
         return load_recipe(name)
-    if name not in _FILES:
+    if name not in _files():
         raise _unknown(name)
     return _shipped(name)
 
@@ -165,7 +146,7 @@ def _unknown(name: str) -> UserError:
         )
     if name and Path(name).is_dir():
         return UserError(f"recipe {name!r} is a directory; name a .toml file, or one that ships")
-    error = unknown_name("recipe", name, _FILES)
+    error = unknown_name("recipe", name, _files())
     return error if "; " in str(error) else UserError(f"{error}; 'narrowgauge recipes' lists all")
 
 

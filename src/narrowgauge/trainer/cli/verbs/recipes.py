@@ -62,7 +62,7 @@ def recipes(
     elif device is not None:
         _print_places(chosen, _device(device))
     else:
-        print(chosen.text.rstrip())
+        print(chosen.text.rstrip() + all_recipes.comment(name))
 
 
 def _recipe(name: str) -> "Recipe":
