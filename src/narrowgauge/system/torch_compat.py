@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from importlib import import_module
+from operator import attrgetter
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -147,17 +148,12 @@ def base_of(x: torch.Tensor) -> torch.Tensor | None:
     return x._base
 
 
-def storage_key(storage: torch.UntypedStorage) -> int:
-    """A key shared by all Python objects of one storage, valid while the storage lives.
+# A key shared by all Python objects of one storage, valid while the storage lives. `data_ptr()` is not
+# enough: it is 0 for all storages without memory, and memory is reused.
+storage_key: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 
-    `data_ptr()` is not enough: it is 0 for all storages without memory, and memory is reused.
-    """
-    return storage._cdata
-
-
-def unobserved() -> AbstractContextManager[Any]:
-    """A context whose operations no dispatch mode observes; torch has no public name for it."""
-    return _disable_current_modes()
+# A context whose operations no dispatch mode observes; torch has no public name for it.
+unobserved: Callable[[], AbstractContextManager[Any]] = _disable_current_modes
 
 
 def is_in_backward() -> bool:
@@ -254,29 +250,22 @@ def wait_for(result: Any) -> Any:
     return result
 
 
-def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """A one-dimensional mesh `name` with all ranks of `mesh` in row-major order.
+# A one-dimensional mesh of a name with all ranks of a mesh in row-major order. torchtitan also calls it;
+# creating the groups by hand would create them twice.
+flatten_mesh: Callable[[DeviceMesh, str], DeviceMesh] = DeviceMesh._flatten
 
-    torchtitan also calls `_flatten`. Creating the groups by hand would create them twice.
-    """
-    return mesh._flatten(name)
+# Keeps DDP from broadcasting or reducing parameters and buffers of a module, by their names; called before
+# wrapping. The constructor has no argument for this.
+ignore_in_ddp: Callable[[torch.nn.Module, Sequence[str]], None] = (
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+)
 
+# The DistributedDataParallel whose forward pass is running; None outside one. Nothing public detects this.
+active_ddp: Callable[[], DistributedDataParallel | None] = DistributedDataParallel._get_active_ddp_module
 
-def ignore_in_ddp(module: torch.nn.Module, names: Sequence[str]) -> None:
-    """Keep DDP from broadcasting or reducing these parameters and buffers; call it before wrapping.
-
-    The constructor has no argument for this.
-    """
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
-
-
-def active_ddp() -> DistributedDataParallel | None:
-    """The DistributedDataParallel whose forward pass is running; None outside one.
-
-    Torch has no public way to detect this.
-    """
-    active: DistributedDataParallel | None = DistributedDataParallel._get_active_ddp_module()
-    return active
+# Whether `unscale_` of a scaler found a non-finite gradient of an optimizer, per device: writable float32
+# tensors, 1 or 0. torch's FSDP scaler shares them between ranks the same way.
+overflow_flags: Callable[..., dict[Any, Any]] = torch.amp.GradScaler._found_inf_per_device
 
 
 def tensors_in(output: Any) -> Sequence[torch.Tensor]:
@@ -290,17 +279,6 @@ def after_backward(callback: Callable[[], None]) -> None:
     FSDP and DDP queue their final work the same way; there is no public name.
     """
     torch.autograd.Variable._execution_engine.queue_callback(callback)
-
-
-def overflow_flags(
-    scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer
-) -> dict[torch.device, torch.Tensor]:
-    """Whether `unscale_` found a non-finite gradient, per device: writable float32 tensors, 1 or 0.
-
-    torch's FSDP scaler shares them between ranks the same way.
-    """
-    flags: dict[Any, torch.Tensor] = scaler._found_inf_per_device(optimizer)
-    return flags
 
 
 class FSDPExtension(Protocol):

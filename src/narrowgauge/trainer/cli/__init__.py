@@ -1,1 +1,1 @@
-"""The verbs of `narrowgauge`, one thin function each."""
+"""The command `narrowgauge`: a verb is a function of `laboratory`, also of Python, or of `verbs`."""

@@ -1,4 +1,4 @@
-"""Reads a command line: the options of its verb, and the configuration that it gives."""
+"""Reads a command line: the options of its verb."""
 
 import argparse
 from functools import cache

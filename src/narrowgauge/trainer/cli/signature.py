@@ -2,7 +2,8 @@
 
 A parameter's type gives the form of its value (`laboratory.arguments`), its default is that of the option,
 and its help is the text beside the type, or the docstring's under `Args:`. A `bool` is a switch. What has
-another type (a console, a function) is not for the command line.
+another type (a console, a function) is not for the command line. A function with a `line` takes keys of the
+configuration: of its parameters only annotated ones are options, because the others are keys as well.
 """
 
 import argparse

@@ -1,1 +1,1 @@
-"""The functions of the verbs: a module for each verb, or for similar verbs."""
+"""The functions of the verbs that Python does not have: a module for similar verbs."""

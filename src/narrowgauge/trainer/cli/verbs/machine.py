@@ -1,7 +1,4 @@
-"""`doctor` checks this machine, `bench` measures a step, `scaling` whether more processes are faster.
-
-Nothing here imports torch, which may be what is broken.
-"""
+"""`doctor` checks this machine without torch, which may be broken; `bench` and `scaling` measure it."""
 
 import math
 from pathlib import Path
