@@ -259,19 +259,16 @@ def form(tree: Tree) -> Tree:
     return tree.partition(" digits=")[0] if isinstance(tree, str) else tree
 
 
-def differences(kept: Tree, now: Tree, where: str = "") -> Iterator[str]:
+def differences(kept: Tree, now: Tree) -> list[str]:
     """What differs between two trees, in sentences, from the top."""
-    if isinstance(kept, dict) and isinstance(now, dict):
-        for key in [*kept, *(key for key in now if key not in kept)]:
-            inside = f"{where} > {key}" if where else str(key)
-            if key not in kept or key not in now:
-                yield f"{inside}: {'was not there' if key in now else 'is not there any more'}"
-            else:
-                yield from differences(kept[key], now[key], inside)
-    elif isinstance(kept, list) and isinstance(now, list):
-        for i, (a, b) in enumerate(zip(kept, now, strict=False), 1):
-            yield from differences(a, b, f"{where} > {i}")
-        if len(kept) != len(now):
-            yield f"{where}: {len(kept)} entries were kept, {len(now)} are now"
-    elif type(kept) is not type(now) or kept != now:
-        yield f"{where}: {kept!r} was kept, {now!r} is now"
+    a, b = dict(_leaves(kept)), dict(_leaves(now))
+    return [f"{at}: {a.get(at)!r} was kept, {b.get(at)!r} is now" for at in a | b if a.get(at) != b.get(at)]
+
+
+def _leaves(tree: Tree, where: str = "") -> Iterator[tuple[str, Tree]]:
+    """The place and the value of each leaf of a tree."""
+    if not isinstance(tree, dict | list):
+        yield where, tree
+        return
+    for key, inside in tree.items() if isinstance(tree, dict) else enumerate(tree):
+        yield from _leaves(inside, f"{where} > {key}")

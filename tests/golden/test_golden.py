@@ -26,7 +26,7 @@ def other_arithmetic(pinned):
 
 def require_same(kept, now):
     """Fail with the first differences, and without the lines of code that found them."""
-    if differences := list(outputs.differences(kept, now)):
+    if differences := outputs.differences(kept, now):
         pytest.fail("\n".join([f"{len(differences)} differences", *differences[:20]]), pytrace=False)
 
 

@@ -46,6 +46,7 @@ READS_OF_WEIGHT = {
     "indexing": lambda w: [w[0], w[:, 3], w[2:5, ::2], w[torch.tensor([1, 4])], w[w > 0]],
     "views": lambda w: [w.t(), w.view(-1), w.unsqueeze(0), *w.chunk(2), *w.unbind(0)[:2]],
     "casts": lambda w: [w.float(), w.double(), w.to(torch.bfloat16).float(), w.type_as(w)],
+    "shown": lambda w: torch.tensor("NarrowTensor" in repr(w) or "Parameter" in repr(w)),
     "other_containers": lambda w: [
         *[torch.from_numpy(w.detach().numpy()), torch.tensor(w.tolist())],
         *[torch.cat([w, w]), torch.stack([w, w])],

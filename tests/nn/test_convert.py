@@ -61,6 +61,7 @@ def test_every_linear_is_converted_and_all_else_stays_as_it_was():
     assert {n for n, m in model.named_modules() if isinstance(m, Linear)} == LINEARS
     assert narrow(model) == LINEARS - {"head"}
     assert model.head.recipe.compute == "bf16"
+    assert "bias=False, recipe=mxfp8, kept in bf16" in repr(model.head)
     model(IDS).sum().backward()
     after = dict(model.named_parameters(remove_duplicate=False))
     assert all(after[n] is p for n, p in parameters.items())

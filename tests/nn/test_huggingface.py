@@ -89,12 +89,14 @@ def by_hand(plain, under, x, chosen, weights):
 def test_each_expert_computes_as_a_linear_layer_of_its_slice(kind, under):
     """One expert a token, so that an expert has the loop's blocks and rows."""
     model = make(kind)
-    plain = copy.deepcopy(first_experts(model))
+    plain, called = copy.deepcopy(first_experts(model)), []
+    first_experts(model).register_forward_hook(lambda *_: called.append(1))
     experts, g = first_experts(convert(model, under)), torch.Generator().manual_seed(1)
     x, chosen = torch.randn(50, D, generator=g), torch.randint(E, (50, 1), generator=g)
     weights = torch.rand(50, 1, generator=g)
     with torch.no_grad():
         assert torch.equal(experts(x, chosen, weights), by_hand(plain, under, x, chosen, weights))
+    assert called, "hooks stay"
 
 
 def test_copies_recomputation_and_both_state_dicts_give_the_same_random_bits():

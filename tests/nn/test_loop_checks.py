@@ -168,3 +168,14 @@ def test_a_weights_gradient_over_some_of_the_tokens_is_not_rounded(group):
         backward(m)
         dw = m[0].weight.grad
         assert torch.equal(dw, dw.bfloat16().float()) == is_rounded
+
+
+@pytest.mark.filterwarnings("ignore:converted .* matmul weights")  # its attention's
+@pytest.mark.parametrize("name", ["mxfp4", "msamp-o2"])
+def test_torchs_encoder_computes_under_the_recipe_in_evaluation_too(name):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
+    encoder, x = ng.convert(nn.TransformerEncoder(layer, 2), name), torch.randn(2, 8, 64)
+    expected = encoder.train()(x)
+    with torch.no_grad():
+        torch.testing.assert_close(encoder.eval()(x), expected, rtol=1e-5, atol=1e-5)

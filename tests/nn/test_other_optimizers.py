@@ -156,3 +156,9 @@ def test_other_weights_are_multiplied_as_in_a_newly_converted_model(recipe):
         each.load_state_dict(larger)
         ng.set_step(each, 0, 9, 0, 20, 15)
     assert torch.equal(m(batch(5)), fresh(batch(5)))
+
+
+def test_an_optimizer_that_compiles_its_step_is_refused():
+    m = after_backward("bf16-sr")
+    with pytest.raises(Exception, match=r"copy_ in compiled code cannot .*set_stance\('force_eager'\)"):
+        torch.compile(lambda p: p.copy_(2 * p), backend="eager", fullgraph=True)(m[0].weight.detach())

@@ -6,7 +6,7 @@ import torch
 import narrowgauge as ng
 from narrowgauge.kernels.attention import Attention
 from narrowgauge.kernels.residual import Residual
-from narrowgauge.nn import NarrowAttention, NarrowResidual, set_step
+from narrowgauge.nn import Gauges, NarrowAttention, NarrowResidual, Stepped, discard_step, set_step
 from narrowgauge.quantization import gradient_of, make_cast
 from narrowgauge.recipes import parse_recipe, recipe, recipe_names, require_attention_shapes
 from narrowgauge.system.errors import UserError
@@ -116,3 +116,19 @@ def test_what_does_not_fit_is_refused_before_the_first_step(places, changes, wor
     length, dropout = changes.get("length", 32), changes.get("dropout", 0.0)
     with pytest.raises(UserError, match=words):
         require_attention_shapes(recipe("bf16").with_places(places), 8, length, 32, dropout)
+
+
+def test_gauges_read_the_places():
+    model = make(recipe("fp8").with_places(NARROW))
+    gauges = Gauges({n: m for n, m in model.named_modules() if isinstance(m, Stepped)}, {})
+    gauges.begin_micro_batch(is_first=True, is_last=True)
+    digits(model)
+    gauges.after_backward()
+    lines = {(line["layer"], line["place"]): line for line in gauges.lines(1)}
+    for tensor in ("q", "k", "v", "p", "do", "ds"):
+        line = lines["blocks.1.attention", f"attention.{tensor}"]
+        assert line["cast"] == make_cast(STOCHASTIC).name
+        assert 10 < line["sqnr_db"] < 30
+    assert lines["blocks.0.mlp_residual", "stream"]["sqnr_db"] > 25
+    assert lines["embedding_residual", "stream"]["cast"] == "mxfp8"
+    discard_step(model)

@@ -1,11 +1,13 @@
 """What loops do with any optimizer: groups added later, copies, states of other groups."""
 
+import copy
+
 import pytest
 import torch
 
 import narrowgauge as ng
 from narrowgauge.system.errors import UserError
-from nn.own_loop import assert_same, go_on, model
+from nn.own_loop import assert_same, batch, go_on, model, numbers_of, train
 
 
 @pytest.mark.parametrize("cls", [ng.AdamW, ng.Muon])
@@ -47,3 +49,25 @@ def test_the_state_of_other_groups_is_refused_before_anything_changes():
         with pytest.raises(UserError, match=r"2 groups of \[1.*make the optimizer with the groups"):
             optimizer.load_state_dict(saved)
         assert {g["lr"] for g in optimizer.param_groups} == {2.0}
+
+
+@pytest.mark.parametrize("recipe", ["bf16-sr", "msamp-o3"])
+def test_a_copy_of_model_and_optimizer_goes_on_alike(recipe):
+    m = model(recipe)
+    optimizer = ng.AdamW(m.parameters(), recipe, lr=1e-2, seed=5)
+    go_on(m, optimizer, range(3))
+    its_copy, its_optimizer = copy.deepcopy((m, optimizer))
+    assert_same(go_on(its_copy, its_optimizer, range(3)), go_on(m, optimizer, range(3)))
+
+
+def test_a_closure_computes_the_gradients():
+    m, other = model("fp8"), model("fp8")
+
+    def closure():
+        loss = m(batch()).square().mean()
+        loss.backward()
+        return loss
+
+    loss = ng.AdamW(m.parameters(), lr=1e-2).step(closure)
+    assert loss.item() == other(batch()).square().mean().item()
+    assert_same(numbers_of(m), train(other, "fp32", numbers=(1,)))

@@ -168,3 +168,25 @@ def test_every_magnitude_is_in_its_bin_of_a_histogram(name):
     assert sum(found["after"]) + found["zeros"][1] == x.numel()
     assert found["zeros"][1] == int((seen == 0).sum())
     assert 2.0 ** bins_of(c.element).low < c.element.smallest_subnormal
+
+
+def test_a_mean_and_kept_channels_are_parts_of_an_operand():
+    """The blocks are those of the rest, the errors those of both parts."""
+    x = numbers((48, 80), spread=0)
+    x[:, [3, 17]] *= 40
+    shifted = x + 4 * numbers((80,), seed=1, spread=0)
+    kept = make_cast({"cast": "nvfp4", "keep_channels": 0.1, "keep_cast": "mxfp8"})
+    for given, c in ((x, kept), (shifted, make_cast({"cast": "nvfp4", "center": "tokens"}))):
+        seen, scale = emulate(given, c, -1, torch.float32)
+        assert scale is None
+        read = gauged(given, seen, c)
+        channels = quantize(given, c).channels
+        rest = given - given.mean(0) if channels is None else given[:, ~channels]
+        assert read["amax"][-1] == pytest.approx(rest.abs().max().item(), rel=1e-5)
+        if channels is not None:
+            error = (seen - given).square().sum()
+            sqnr = 10 * (given.square().sum() / error).log10().item()
+            assert read["sqnr_db"] == pytest.approx(sqnr, abs=1e-3)
+            assert read["zeros"] == pytest.approx((seen == 0).float().mean().item(), abs=1e-6)
+            underflow = ((seen == 0) & (given != 0)).float().mean().item()
+            assert read["underflow"] == pytest.approx(underflow, abs=1e-6)

@@ -1,27 +1,17 @@
 """Codes, scales, what is read back and emulated operands equal the exact oracle's, bit for bit."""
 
 import pytest
+import torch
 
-from narrowgauge.quantization import (
-    Cast,
-    make_cast,
-)
+from narrowgauge.quantization import Cast, make_cast, quantize
 from quantization.by_hand import assert_as_by_hand, inputs
-from quantization.casts import CASTS, EDEN
+from quantization.casts import CASTS, EDEN, FOUR_OVER_SIX
 from support.covering import covering
 from support.fault_table import case
 
 #: Keys that are one property with each of their values; of all others only that they are there counts.
-BY_VALUE = (
-    "element",
-    "scale",
-    "tensor_scale",
-    "scale_rule",
-    "rounding",
-    "scale_rounding",
-    "zero_scale",
-    "choose",
-)
+BY_VALUE = ("element", "scale", "tensor_scale", "scale_rule", "rounding", "scale_rounding", "zero_scale")
+BY_VALUE += ("choose",)
 #: What a kind of input shows.
 SHOWS = {
     **dict.fromkeys(("normal", "bf16"), "ordinary numbers"),
@@ -88,3 +78,11 @@ def test_a_transform_equals_the_oracle(table, signs):
     """Small integers have exact transforms; a projection has the same groups."""
     x = (inputs((6, 96))["normal"] * 4).round()
     assert_as_by_hand(x, make_cast(table), -1, signs)
+
+
+def test_random_bits_are_those_of_a_generator_or_given():
+    """A cast that needs the bits of an element more than once draws them in advance, once."""
+    x, c = inputs()["normal"], make_cast(FOUR_OVER_SIX | {"rounding": "stochastic"})
+    drawn = torch.rand(x.shape, generator=torch.Generator().manual_seed(0))
+    found = [quantize(x, c, generator=bits) for bits in (torch.Generator().manual_seed(0), drawn)]
+    assert torch.equal(found[0].dequantize(), found[1].dequantize())

@@ -7,7 +7,6 @@ import torch
 
 from narrowgauge.nn import convert
 from narrowgauge.quantization import (
-    QuantizedState,
     ShardAxis,
     TensorShard,
     ensure_state,
@@ -17,12 +16,10 @@ from narrowgauge.quantization import (
     write_weight,
 )
 from narrowgauge.quantization.state.parameter_state import SMALLEST_NARROW, is_large
-from narrowgauge.recipes import recipe
 from nn.own_loop import through_a_file
 
 K, N = 96, 128
 NARROW = ["bf16-sr", "msamp-o1", "msamp-o2", "msamp-o3"]
-GRAD_ONLY = recipe("bf16").with_places({"grad": "bf16"})
 
 
 def layer(of="msamp-o3", index=None):
@@ -72,39 +69,3 @@ def test_a_record_is_all_that_a_weight_carries_and_goes_with_a_copy_and_a_file(n
         assert torch.equal(master_or_weight(each.weight), before)
     write_weight(two.weight, torch.zeros(N, K))
     assert torch.equal(master_or_weight(one.weight), before)
-
-
-def held(one, numbers):
-    """What master and weight hold of float32 values: the weight rounds those of its master."""
-    found = {}
-    for place in ("master", "weight"):
-        if (cast := one.recipe.state[place]) is not None:
-            state = QuantizedState(numbers.shape, cast)
-            state.write(numbers)
-            numbers = found[place] = state.read()
-    return found
-
-
-@pytest.mark.parametrize("of", ["fp32", "fp8", GRAD_ONLY, *NARROW])
-def test_weight_and_master_are_written_and_loaded_together(of):
-    """A state dict holds values and no records."""
-    numbers = {"weight": torch.randn(N, K), "bias": torch.randn(N)}
-
-    def write(one):
-        write_weight(one.weight, numbers["weight"])
-
-    for change in (
-        write,
-        lambda one: one.load_state_dict(numbers),
-        lambda one: one.load_state_dict(numbers, assign=True),
-    ):
-        one = layer(of)
-        change(one)
-        places = state_of(one.weight).by_place()
-        for place, expected in held(one, numbers["weight"]).items():
-            assert torch.equal(places[place].read() if place in places else one.weight, expected)
-        assert change is write or torch.equal(one.bias, numbers["bias"])
-        saved = through_a_file(one.state_dict(), weights_only=True)
-        assert type(saved["weight"]) is torch.Tensor
-        assert vars(saved["weight"]) == {}
-        assert torch.equal(saved["weight"], one.weight.detach())

@@ -10,14 +10,7 @@ import torch
 
 import narrowgauge as ng
 from narrowgauge.formats import decode, random_stream, unpack
-from narrowgauge.quantization import (
-    QuantContext,
-    blocks,
-    cast,
-    cast_names,
-    emulate,
-    make_cast,
-)
+from narrowgauge.quantization import QuantContext, blocks, cast, cast_names, emulate, make_cast
 from narrowgauge.recipes import parse_recipe
 from support.fault_table import case
 

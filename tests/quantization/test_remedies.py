@@ -6,11 +6,7 @@ import pytest
 import torch
 
 import narrowgauge as ng
-from narrowgauge.quantization import (
-    clamp_outliers,
-    estimator_slope,
-    make_cast,
-)
+from narrowgauge.quantization import clamp_outliers, emulate, estimator_slope, make_cast
 
 FP4_POW2 = make_cast({"cast": "fp4-row", "power_of_two": True})
 ESTIMATED = make_cast({"cast": "fp4-row", "estimator_k": 5, "estimator_cap": 3})
@@ -71,3 +67,14 @@ def test_quantiles_counted_from_bits_are_elements_of_the_sorted_tensor(kind):
         assert torch.equal(got.isnan(), expected.isnan())
         assert torch.equal(got.float().nan_to_num(), expected.nan_to_num())
         assert torch.equal(clamp_outliers(x.float(), quantile).bfloat16().nan_to_num(), got.nan_to_num())
+
+
+@pytest.mark.parametrize("axis", [-1, 0])
+def test_a_transform_sees_the_rest_and_the_mean_alike(axis):
+    """Without rounding to speak of, the operand is the transformed tensor."""
+    x, plain = normal(64, 64) + 4 * normal(1, 64, seed=1), {"cast": "mxfp8", "hadamard": 32}
+    operands = [
+        emulate(x, make_cast(table), axis, torch.float32)[0]
+        for table in (plain | {"center": "tokens"}, plain)
+    ]
+    assert (operands[0] - operands[1]).norm() < 0.05 * operands[1].norm()

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import narrowgauge as ng
-from narrowgauge.formats import random_stream
 from narrowgauge.quantization import QuantizedState, cast_names, make_cast, state_cast_names
 from narrowgauge.quantization.state import quantized_state
 from narrowgauge.quantization.state.gradient_state import PreScale, applied, next_mu
@@ -62,36 +61,6 @@ def test_codes_are_those_of_quantize(cast):
     scale_bytes = {"fp32": 4, "bf16": 2}.get(c.scale, 1)
     level = 4 if c.tensor_scale == "tensor" else 0
     assert state.nbytes == x.numel() * c.element.bits // 8 + scale_bytes * q.scales.numel() + level
-
-
-@pytest.mark.parametrize(
-    "cast", ["bf16", "fp16-scaled", "e4m3", "fp8-1x128", "mxfp8", "nvfp4", "coat", "dynamic8"]
-)
-def test_a_factor(cast):
-    state = at_rest(cast, numbers())
-    before = state.read().clone()
-    codes = state.tensors.get("codes", torch.zeros(1)).clone()
-    state.scale_by(torch.tensor(0.25))
-    torch.testing.assert_close(state.read(), before * 0.25, rtol=1e-6, atol=0)
-    if cast != "mxfp8":  # whose scales are powers of two, and may be another one afterwards
-        assert torch.equal(state.tensors.get("codes", torch.zeros(1)), codes)
-
-
-@pytest.mark.parametrize("name", ["bf16", "e4m3", "fp16-scaled"])
-def test_stochastic_rounding_is_right_on_average_and_repeats(name):
-    x, count = numbers()[:8, :64], 200
-    state = QuantizedState(x.shape, make_cast({"cast": name, "rounding": "stochastic"}))
-    sums = torch.zeros(x.shape, dtype=torch.float64)
-    for step in range(count):
-        state.write(x, random_stream(7, step, 3))
-        sums += state.read()
-    error = stored(x, name) - x
-    assert ((sums / count - x).abs() <= 6 * 2 * error.abs().max() / math.sqrt(count)).all()
-    assert (sums / count - x).norm() < 0.2 * error.norm()
-    state.write(x, random_stream(7, 5, 3))
-    once = state.read().clone()
-    state.write(x, random_stream(7, 5, 3))
-    assert torch.equal(state.read(), once)
 
 
 def coat_by_hand(block):

@@ -238,6 +238,7 @@ REFUSED = [
     ),
     ("te", "A = MXFP8BlockScaling(weather=1)", "argument of MXFP8BlockScaling 'weather'"),
     ("te", "A = MXFP8BlockScaling(margin=compute())", "line 1: unknown class or function 'compute'"),
+    ("te", "A = MXFP8BlockScaling(margin=1 + x)", "1 [+] x is not a literal"),
     ("te", "A = 1", "makes 0 recipes of TransformerEngine's"),
     ("te", "def f(:", "is not Python"),
     ("te", "def qfactory(role):\n    if role.name == 'a':\n        return None", "a branch of qfactory"),
@@ -264,3 +265,21 @@ def test_a_file_is_parsed_and_never_executed(tmp_path):
     text = f'open({str(tmp_path / "made")!r}, "w").close()\nA = MXFP8BlockScaling()\n'
     assert read(text, "te", tmp_path).casts["fprop.x"] == make_cast("mxfp8")
     assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize("name", recipe_names("nemo-rl"))
+def test_a_recipe_that_narrows_some_modules_comes_back_from_megatron(name, tmp_path):
+    pytest.importorskip("yaml")
+    kept = recipe("bf16").in_high_precision(["*.linear_qkv"]).rules
+    ours = recipe(name).with_rules(kept)
+    file = write_recipe(ours, "megatron")
+    again = read(file, "megatron", tmp_path)
+    assert (again.name, again.casts, again.rules) == (name, ours.casts, ours.rules)
+    assert not lost(again)
+    assert write_recipe(again, "megatron") == file
+
+
+def test_a_named_recipe_of_torchao(tmp_path):
+    found = read('CONFIG = Float8LinearConfig.from_recipe_name("rowwise")\n', "torchao", tmp_path)
+    assert found.casts == recipe("fp8-row").casts
+    assert any("use_fast_accum" in sentence for sentence in lost(found))

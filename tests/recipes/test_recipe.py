@@ -79,6 +79,8 @@ def test_ones_own_file(tmp_path):
     r = load_recipe(path)
     assert (r.name, r.compute, r.is_narrow) == ("paper", "bf16", False), "called like the file"
     assert set(r.casts.values()) == {make_cast("bf16")}
+    by_dict = recipe({"compute": "fp32", "fprop.x": "mxfp4", "keep": {"modules": ["lm_*"]}})
+    assert (by_dict.casts["fprop.x"], by_dict.rules[0].modules) == (make_cast("mxfp4"), ("lm_*",))
 
 
 def test_overrides_change_only_the_places_they_name():
@@ -121,6 +123,8 @@ def test_keep_replaces_the_modules_that_stay_wide_and_leaves_blocks():
 TRAVELS = [
     ("msamp-o2", {"gather": "fp32", "reduce": "e5m2"}, "fp32", "e5m2"),
     ("fp8", {"fprop.w": "bf16"}, "fp32", "fp32"),
+    ("fp8", {"dgrad.w": "fprop.w"}, "e4m3", "fp32"),
+    ("fp8", {"dgrad.w": {"cast": "e4m3", "of": "fprop.w"}}, "fp32", "fp32"),
     ("fp8", {"fprop.w": {"cast": "e4m3", "rounding": "stochastic"}}, "fp32", "fp32"),
     ("fp8", {"weight": {"cast": "bf16", "rounding": "stochastic"}}, "bf16", "fp32"),
 ]
@@ -190,6 +194,7 @@ MISTAKES = {
     '[attention]\nx = "e4m3"': "unknown recipe place 'attention.x'.*nearest",
     '[attention]\nq = {cast = "e4m3", history = 3}': "attention.q.*history = 3.*leave the key out",
     '[attention]\nq = {cast = "mxfp4", hadamard = 32}': "attention.q and 0 in attention.k.*alike",
+    '[attention]\np = {cast = "mxfp4", hadamard = 32, signs = "random"}': "fixed signs",
     '[attention]\nds = "coat"': "attention.ds.*for state",
     'stream = {cast = "mxfp8", hadamard = 32}': "stream.*hadamard = 32.*leave the key out",
     "attention = 3": r"attention = 3, but it must be a table; write \[attention\]",
