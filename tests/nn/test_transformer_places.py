@@ -5,8 +5,7 @@ import torch
 
 import narrowgauge as ng
 from narrowgauge.kernels.attention import Attention
-from narrowgauge.kernels.residual import Residual
-from narrowgauge.nn import Gauges, NarrowAttention, NarrowResidual, Stepped, discard_step, set_step
+from narrowgauge.nn import Gauges, NarrowAttention, Stepped, discard_step, set_step
 from narrowgauge.quantization import gradient_of, make_cast
 from narrowgauge.recipes import parse_recipe, recipe, recipe_names, require_attention_shapes
 from narrowgauge.system.errors import UserError
@@ -38,18 +37,6 @@ def digits(model, step=1, micro_batches=1):
         loss.backward()
         losses.append(loss.detach())
     return losses + [g.clone() for p in model.parameters() if (g := gradient_of(p)) is not None]
-
-
-def test_what_stays_wide_is_computed_as_before():
-    wide, narrow = recipe("fp8"), recipe("fp8").with_places(NARROW)
-    model = make(wide)
-    assert {type(m) for m in model.modules() if isinstance(m, Attention | Residual)} == {Attention, Residual}
-    before = digits(model)
-    ng.convert(model, narrow)
-    assert sum(isinstance(m, NarrowAttention) for m in model.modules()) == 2
-    assert sum(isinstance(m, NarrowResidual) for m in model.modules()) == 5
-    assert not same(digits(model), before)
-    assert same(digits(ng.convert(model, wide)), before)
 
 
 QUICK = ("bf16", "fp8-delayed", "nvfp4", "msamp-o3", "coat", "fp8-attention")
