@@ -6,13 +6,13 @@ from pathlib import Path
 import torch
 
 from narrowgauge.recipes import Recipe
+from narrowgauge.system.errors import checked
 from narrowgauge.trainer.analysis.gradient import Position, linear_layers
 from narrowgauge.trainer.analysis.probe import Subject
 from narrowgauge.trainer.analysis.update import SecondMoment, StepMetric
 from narrowgauge.trainer.checkpoint import load, newest_valid
 from narrowgauge.trainer.checkpoint.interop.external_model import is_external_model
 from narrowgauge.trainer.data import validation_batches
-from narrowgauge.trainer.data.cache import Progress
 from narrowgauge.trainer.runs import TrainedRun, open_run
 from narrowgauge.trainer.runs.run_directory import RunDirectory
 from narrowgauge.trainer.runs.use.trained_model import run_data
@@ -33,36 +33,35 @@ class Probed:
         return linear_layers(self.trained.model)
 
 
+@checked
 def open_probed(
-    path: Path,
+    run: str | Path,
     device: str = "auto",
-    tokenizer: Path | None = None,
-    source: str | None = None,
+    tokenizer: str | Path | None = None,
+    data: str | Path | None = None,
     batches: int = 8,
     batch_size: int | None = None,
     sequence_length: int | None = None,
-    progress: Progress | None = None,
 ) -> Probed:
     """Open a run or a model of another program, with batches of held-out text.
 
     Args:
-        path: A run directory, a Hugging Face folder or an llm.c model file.
+        run: A run directory, a Hugging Face folder or an llm.c model file.
         device: "auto", "cpu", "cuda" or "cuda:N".
         tokenizer: A tokenizer file that replaces the model's.
-        source: A text other than the run's.
+        data: A text other than the run's.
         batches: The number of batches; spread evenly over the held-out text.
         batch_size: Sequences in a batch; None for the run's micro-batch.
         sequence_length: Tokens in a sequence; None for the run's.
-        progress: Reports the preparation of text.
 
     Raises:
         UserError: The path is neither a run nor a model, has no checkpoint, or there is too little text.
     """
-    trained = open_run(path, device, tokenizer)
-    data, training = trained.config.data, trained.config.training
-    tokens = run_data(trained, source, progress).val
-    size, length = batch_size or training.micro_batch_size, sequence_length or data.sequence_length
-    taken = list(validation_batches(tokens, size, length, batches, data.separate_documents))
+    trained = open_run(Path(run), device, None if tokenizer is None else Path(tokenizer))
+    own, training = trained.config.data, trained.config.training
+    tokens = run_data(trained, None if data is None else str(data), None).val
+    size, length = batch_size or training.micro_batch_size, sequence_length or own.sequence_length
+    taken = list(validation_batches(tokens, size, length, batches, own.separate_documents))
     weights = trained.weights()
     spec = replace(trained.config.spec, recompute=0, z_loss=0.0, balance_loss=0.0)  # the cross entropy alone
     steps = training.steps

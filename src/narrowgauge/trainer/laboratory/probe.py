@@ -15,7 +15,7 @@ from narrowgauge.system.t_interval import Interval
 from narrowgauge.trainer import analysis  # each name is imported when it is used, and with it torch
 from narrowgauge.trainer.laboratory import arguments as given
 from narrowgauge.trainer.laboratory.chart import bars
-from narrowgauge.trainer.laboratory.subject import facts, heading, keep, open_subject
+from narrowgauge.trainer.laboratory.subject import facts, heading, keep
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -120,7 +120,7 @@ def probe(
     from narrowgauge.trainer.runs.run_directory import PROBE
 
     path, named = Path(run), [recipe(one) for one in recipe_list(recipes)]
-    probed = open_subject(run, **text)
+    probed = analysis.open_probed(run, **text)
     probes = analysis.probe(probed.subject, named or [probed.recipe], draws, show)
     found = analysis.probe_json(probes, **facts(probed), draws=draws)
     keep(path, PROBE, found)

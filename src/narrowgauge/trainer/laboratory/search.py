@@ -15,7 +15,7 @@ from narrowgauge.system.result import Result, Row
 from narrowgauge.trainer import analysis  # each name is imported when it is used, and with it torch
 from narrowgauge.trainer.laboratory import arguments as given
 from narrowgauge.trainer.laboratory.chart import bars
-from narrowgauge.trainer.laboratory.subject import FEW, heading, open_subject, operand_cast
+from narrowgauge.trainer.laboratory.subject import FEW, heading, operand_cast
 
 WIDE = "bf16"
 HEAD = "head"
@@ -107,7 +107,7 @@ def search(
         raise UserError(f"--out {file} is the file of a recipe, which ends in .toml; add the ending")
     if file.stem in (WIDE, *analysis.BASELINES):
         raise UserError(f"--out {file}: another recipe that it is compared with has this name; take another")
-    probed = open_subject(run, **(FEW | text))
+    probed = analysis.open_probed(run, **(FEW | text))
     weights = _weights(probed)
     kept = _kept(keep, list(weights))
     choices = analysis.choices_of(casts, weights, _gaps(forks, probed, casts, show), kept)

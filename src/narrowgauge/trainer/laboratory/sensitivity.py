@@ -16,7 +16,7 @@ from narrowgauge.system.result import Result, Row
 from narrowgauge.trainer import analysis  # each name is imported when it is used, and with it torch
 from narrowgauge.trainer.laboratory import arguments as given
 from narrowgauge.trainer.laboratory.chart import heat
-from narrowgauge.trainer.laboratory.subject import FEW, facts, heading, keep, open_subject, operand_cast
+from narrowgauge.trainer.laboratory.subject import FEW, facts, heading, keep, operand_cast
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -117,7 +117,7 @@ def sensitivity(
         raise UserError("exact and fork_steps are two ways to measure the same places; choose one")
     forks = None if fork_steps is None else analysis.Forks(fork_steps, fork_seeds)
     cast = operand_cast(to)
-    probed = open_subject(run, **(FEW | text))
+    probed = analysis.open_probed(run, **(FEW | text))
     metric = analysis.step_metric(probed.trained)
     forward = analysis.forward_costs(probed.subject, cast, show)
     backward = analysis.backward_costs(probed.subject, cast, metric, show)

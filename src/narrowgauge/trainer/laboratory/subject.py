@@ -9,27 +9,11 @@ from typing import Any
 from narrowgauge.formats import Format
 from narrowgauge.quantization import Cast, make_cast
 from narrowgauge.recipes import recipe
-from narrowgauge.system.errors import checked
 from narrowgauge.system.files import write_whole
 from narrowgauge.trainer import analysis  # each name is imported when it is used, and with it torch
 from narrowgauge.trainer.laboratory.arguments import Text
 
 FEW: Text = {"batches": 4}  # of what takes many passes for each batch
-
-
-@checked
-def open_subject(
-    run: str | Path,
-    data: str | Path | None = None,
-    batches: int = 8,
-    batch_size: int | None = None,
-    sequence_length: int | None = None,
-    tokenizer: str | Path | None = None,
-    device: str = "auto",
-) -> analysis.Probed:
-    """Open a run or a model of another program with some of its text (`analysis.open_probed`)."""
-    file, source = None if tokenizer is None else Path(tokenizer), None if data is None else str(data)
-    return analysis.open_probed(Path(run), device, file, source, batches, batch_size, sequence_length)
 
 
 def facts(probed: analysis.Probed) -> dict[str, int]:
