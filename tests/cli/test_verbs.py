@@ -77,18 +77,14 @@ def test_eval_repeats_the_loss_of_the_run(command, finished, look):
     assert f"{last:.4f}" not in command("eval", finished).out, "all batches are more than two"
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_report_writes_the_page_it_names(command, finished, tmp_path, count):
-    runs = [tmp_path / "one", tmp_path / "two"][:count]
-    for run in runs:
-        shutil.copytree(finished, run)
-        (run / "report.html").unlink()
+def test_report_writes_the_page_it_names(command, finished, tmp_path):
+    runs = [shutil.copytree(finished, tmp_path / name) for name in ("one", "two")]
+    (runs[0] / "report.html").unlink()
     ended = command("report", *runs)
     assert ended.code == 0, ended.err
-    page = (tmp_path / "one" / "report.html").read_text()
-    assert ended.out.startswith(f"report: {tmp_path / 'one' / 'report.html'}\n")
-    for name in ("one", "two"):
-        assert (f">{name}<" in page) == (tmp_path / name in runs)
+    page = (runs[0] / "report.html").read_text()
+    assert ended.out.startswith(f"report: {runs[0] / 'report.html'}\n")
+    assert all(f">{run.name}<" in page for run in runs)
     assert command("report", *runs, "--out", tmp_path / "pages" / "page.html").code == 0
     assert (tmp_path / "pages" / "page.html").read_text() == page
 
@@ -195,9 +191,7 @@ def test_prepare_stops_at_bad_lines_or_sets_them_aside(command, refused, tmp_pat
     assert "left out 10 duplicates" in ended.out
     assert f"set aside 1 records: {out / 'rejected.jsonl'}" in ended.out
     facts = json.loads((out / "manifest.json").read_text())
-    assert facts["train_documents"] + facts["val_documents"] == 190
-    assert 60 < facts["val_documents"] < 130
-    assert f"{facts['train_documents']:,} documents" in ended.out
+    assert 60 < facts["val_documents"] == 190 - facts["train_documents"] < 130
     assert f"{facts['train_tokens']:,} tokens" in ended.out
     assert f"train on it: narrowgauge train --data {out}" in ended.out
     assert sorted(os.listdir(tmp_path)) == ["a.jsonl", "corpus"]
