@@ -10,7 +10,8 @@ from pathlib import Path
 from narrowgauge.system.errors import UserError
 from narrowgauge.system.files import write_whole
 from narrowgauge.trainer.report.page.rungs import rungs_svg
-from narrowgauge.trainer.report.verdict.rungs import arm_results, read_rows
+from narrowgauge.trainer.report.verdict.rows import read_rows
+from narrowgauge.trainer.report.verdict.verdict import row_verdicts
 from publish.page import asked_arms, results_markdown
 from publish.predictions import read_predictions
 
@@ -33,7 +34,7 @@ def main() -> None:
     predictions = read_predictions(PREDICTIONS.read_text(encoding="utf-8"))
     text = results_markdown(rows, predictions, f"images/{PICTURE.name}", probe, rates)
     write_whole(PAGE, f"{before}{BEGIN}\n\n{text}\n{END}{after}")
-    results = arm_results(rows, family=asked_arms(predictions, rows), undecided="open")
+    results = row_verdicts(rows, family=asked_arms(predictions, rows), undecided="open")
     write_whole(PICTURE, rungs_svg(results, PARAMETERS, rows[0].arm))
     print(f"{PAGE} and {PICTURE}, from {len(rows)} rows of {ROWS}")
 

@@ -21,7 +21,7 @@ ORDER = [
     *("t_interval", "files", "result", "json_lines", "toml_text", "torch_compat", "second_derivative"),
     *("devices", "collectives", "formats", "quantization", "kernels", "recipes", "exchange", "forecast"),
     *("conformance", "nn", "optim", "guard", "models", "data", "distributed", "checkpoint", "training"),
-    *("simulate", "runs", "analysis", "report", "experiment", "bench", "cluster", "laboratory"),
+    *("simulate", "runs", "analysis", "report", "bench", "experiment", "cluster", "laboratory"),
     *("integrations", "cli"),
 ]
 ENTRIES: dict[str, tuple[str, ...]] = {

@@ -7,12 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 from narrowgauge.trainer.experiment.power import Plan, smallest_gap
-from narrowgauge.trainer.report.table.rungs import ends, percent
+from narrowgauge.trainer.report.table.table import ends, percent
+from narrowgauge.trainer.report.verdict.rows import Row
 from narrowgauge.trainer.report.verdict.rule import is_control
-from narrowgauge.trainer.report.verdict.rungs import ArmResult, Row, arm_results, gap_percent
+from narrowgauge.trainer.report.verdict.verdict import Verdict, gap_percent, row_verdicts
 from publish.pilot import LEAST_SEEDS, Design, choose, measure
 from publish.predictions import Prediction, outcome
-from publish.tables import markdown, prediction_table
+from publish.tables import markdown, mean, prediction_table
 
 REFERENCE = "bf16"
 MARGIN = 0.1  # percent, within which an arm is equal; fixed before the runs
@@ -112,16 +113,16 @@ def tokens_of(tables: Mapping[str, Any]) -> int:
 
 def _section(name: str, tables: Mapping[str, Any], rows: Sequence[Row]) -> str:
     family = family_of(tables)
-    results = arm_results(rows, REFERENCE, family, undecided="open")
-    results.sort(key=lambda one: math.inf if math.isnan(one.gap.mean) else one.gap.mean)
+    results = row_verdicts(rows, REFERENCE, family, undecided="open")
+    results.sort(key=lambda one: math.inf if math.isnan(one.alone.mean) else one.alone.mean)
     head = ("arm", "seeds", "gap", "95 %, all arms at once", "bf16 forward", "verdict")
     lines = [
         [
-            one.arm,
+            one.name,
             str(len(one.gaps)),
-            percent(one.gap.mean),
+            percent(one.alone.mean),
             ends(one.at_once),
-            percent(one.bf16_gap.mean),
+            percent(mean(one.bf16_gaps)),
             verdict(one),
         ]
         for one in results
@@ -137,7 +138,7 @@ def _section(name: str, tables: Mapping[str, Any], rows: Sequence[Row]) -> str:
     return f"{text.rstrip()}\n\n{table}"
 
 
-def verdict(one: ArmResult) -> str:
+def verdict(one: Verdict) -> str:
     """The verdict with this experiment's margin: worse, better, equal within it, diverges, or open."""
     if one.diverged:
         return "diverges"
@@ -150,7 +151,7 @@ def verdict(one: ArmResult) -> str:
     return f"equal {equal}" if equal else "open"
 
 
-def _sight(results: Sequence[ArmResult], seeds: int, family: Sequence[str]) -> str:
+def _sight(results: Sequence[Verdict], seeds: int, family: Sequence[str]) -> str:
     """What the planned seeds will see with the deviation measured so far."""
     spreads = [one.judgement for one in results if one.judgement is not None and one.judgement.spread]
     widest = max(spreads, key=lambda one: one.degrees, default=None)

@@ -6,9 +6,10 @@ from typing import Any
 
 from narrowgauge.trainer.experiment.power import Plan, seeds_for_equality, smallest_gap
 from narrowgauge.trainer.report.page.rungs import facts, probe_table
-from narrowgauge.trainer.report.table.rungs import ends, percent
+from narrowgauge.trainer.report.table.table import ends, percent
+from narrowgauge.trainer.report.verdict.rows import Row
 from narrowgauge.trainer.report.verdict.rule import MARGIN, Judgement, is_control
-from narrowgauge.trainer.report.verdict.rungs import ArmResult, Row, arm_results
+from narrowgauge.trainer.report.verdict.verdict import Verdict, row_verdicts
 from publish.contrasts import shares, unpaired_deviation
 from publish.predictions import Prediction, outcome
 from publish.tables import (
@@ -31,7 +32,7 @@ def results_markdown(
 ) -> str:
     """The part of the page that is made from the rows."""
     family = asked_arms(predictions, rows)
-    results = arm_results(rows, family=family, undecided="open")
+    results = row_verdicts(rows, family=family, undecided="open")
     lower = [one for one in results if one.rung < max(row.rung for row in rows)]
     judged = [one for one in predictions if outcome(one, rows)[1] != "not run"]
     parts = [
@@ -63,7 +64,7 @@ def results_markdown(
     return "\n\n".join(part.rstrip() for part in parts) + "\n"
 
 
-def _rule_in_figures(rows: Sequence[Row], results: Sequence[ArmResult], family: Sequence[str]) -> list[str]:
+def _rule_in_figures(rows: Sequence[Row], results: Sequence[Verdict], family: Sequence[str]) -> list[str]:
     """The family, the pooled deviation of each rung, and what the rule sees with that of the highest."""
     pooled: dict[int, Judgement] = {}
     for rung, found in ((one.rung, one.judgement) for one in results):

@@ -1,15 +1,21 @@
 """Tables of docs/evidence.md that no other experiment has: predictions, learning rates, contrasts."""
 
 import math
+import statistics
 from collections.abc import Sequence
 
 from narrowgauge.system.units import human_count
 from narrowgauge.trainer.report.page.rungs import Table
-from narrowgauge.trainer.report.table.rungs import COLUMNS, cells, ends, percent
-from narrowgauge.trainer.report.verdict.rungs import ArmResult, Row
+from narrowgauge.trainer.report.table.table import ends, percent
+from narrowgauge.trainer.report.verdict.rows import Row
+from narrowgauge.trainer.report.verdict.verdict import Verdict
 from publish.contrasts import MEAN, growth, share_cells, shares
 from publish.predictions import Prediction, outcome
 
+COLUMNS = (
+    *("arm", "tokens", "seeds", "gap", "95 % interval", "all arms at once", "deviation"),
+    *("bf16 forward", "extra tokens", "verdict"),
+)
 PREDICTED = ("arm", "what", "predicted", "measured", "95 % interval", "outcome")
 
 
@@ -21,18 +27,41 @@ def markdown(
     return "\n".join(f"| {' | '.join(line)} |" for line in (head, rule, *lines)) + "\n"
 
 
-def main_table(results: Sequence[ArmResult]) -> Table:
+def main_table(results: Sequence[Verdict]) -> Table:
     """The highest rung: arm, gap, interval and what belongs to it, the smallest gap first."""
     last = max((result.rung for result in results), default=0)
     top = [result for result in results if result.rung == last]
-    top.sort(key=lambda r: math.inf if math.isnan(r.gap.mean) else r.gap.mean)
-    return COLUMNS, [cells(result) for result in top]
+    top.sort(key=lambda r: math.inf if math.isnan(r.alone.mean) else r.alone.mean)
+    return COLUMNS, [_cells(result) for result in top]
 
 
-def lower_table(results: Sequence[ArmResult]) -> Table:
+def _cells(one: Verdict) -> list[str]:
+    """The texts of a line, by `COLUMNS`."""
+    gaps = list(one.gaps.values())
+    deviation = statistics.stdev(gaps) if len(gaps) > 1 else math.nan
+    return [
+        one.name,
+        human_count(one.tokens),
+        str(len(gaps)) + (f" + {one.diverged} diverged" if one.diverged else ""),
+        percent(one.alone.mean),
+        ends(one.alone),
+        ends(one.at_once),
+        percent(deviation).removeprefix("+"),
+        percent(mean(one.bf16_gaps)),
+        percent(mean(one.extra), 1),
+        one.conclusion,
+    ]
+
+
+def mean(values: Sequence[float]) -> float:
+    """The mean; NaN of nothing."""
+    return sum(values) / len(values) if values else math.nan
+
+
+def lower_table(results: Sequence[Verdict]) -> Table:
     """A line for each arm: its gap at each rung, with the interval of all arms at once."""
     tokens = sorted({result.tokens for result in results})
-    found = {(r.arm, r.tokens): f"{percent(r.gap.mean)} ({ends(r.at_once)})" for r in results}
+    found = {(r.name, r.tokens): f"{percent(r.alone.mean)} ({ends(r.at_once)})" for r in results}
     lines = [
         [arm, *(found.get((arm, count), "-") for count in tokens)]
         for arm in dict.fromkeys(a for a, _ in found)

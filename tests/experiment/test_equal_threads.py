@@ -31,19 +31,13 @@ def begun(path, config, recorded):
     run.record({"event": "start", "step": 0, "threads": recorded})
 
 
-def test_the_free_cores_are_counted_once(tmp_path):
-    assert numbers(comparison(), tmp_path) == [5, 5]
-    assert numbers(comparison(threads=3), tmp_path) == [3, 3]
-
-
-def test_runs_that_come_later_have_the_number_of_those_that_are_there(tmp_path, monkeypatch):
-    first, _ = with_equal_threads(comparison(), tmp_path).runs
-    begun(tmp_path / "bf16", first.config, recorded=5)
-    monkeypatch.setattr(arithmetic, "cores_of_others", lambda: 0.0)  # the other program has ended
-    assert numbers(comparison(), tmp_path) == [5, 5]
-
-
-def test_a_run_of_before_goes_on_as_it_began(tmp_path):
-    """Its configuration does not say the number, its metrics do."""
-    begun(tmp_path / "bf16", comparison().runs[0].config, recorded=6)
-    assert numbers(comparison(), tmp_path) == [0, 6]
+@pytest.mark.parametrize(
+    ("keys", "recorded", "found"),
+    [({}, None, [5, 5]), ({"threads": 3}, None, [3, 3]), ({"threads": 6}, 6, [6, 6]), ({}, 6, [0, 6])],
+    ids=["the free cores", "a number", "runs that come later", "a run of before, whose metrics say it"],
+)
+def test_all_runs_have_the_number_of_those_that_are_there(tmp_path, keys, recorded, found):
+    if recorded:
+        begun(tmp_path / "bf16", comparison(**keys).runs[0].config, recorded)
+        keys = {}
+    assert numbers(comparison(**keys), tmp_path) == found

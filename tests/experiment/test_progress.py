@@ -5,12 +5,12 @@ import io
 from rich.console import Console
 
 from narrowgauge.trainer.experiment.jobs import Job
-from narrowgauge.trainer.experiment.progress import ProgressTable
+from narrowgauge.trainer.experiment.progress import ProgressLine
 
 
 def test_a_pipe_hears_of_runs_at_work(tmp_path):
     seconds, said = [0.0], io.StringIO()
-    table = ProgressTable(Console(file=said, width=200), 9000, runs=4, done=1, clock=lambda: seconds[0])
+    table = ProgressLine(Console(file=said, width=200), 9000, runs=4, done=1, clock=lambda: seconds[0])
     job = Job("mxfp4-seed-1", (), tmp_path / "mxfp4-seed-1", tokens=3000)
     for _ in range(30):
         seconds[0] += 4.0

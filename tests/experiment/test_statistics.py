@@ -8,20 +8,13 @@ import pytest
 from rich.console import Console
 
 from narrowgauge.system.t_interval import interval
+from narrowgauge.trainer.report import print_comparison
 from narrowgauge.trainer.report.page.rungs import probe_table, rungs_section, rungs_svg
-from narrowgauge.trainer.report.table.rungs import print_results
-from narrowgauge.trainer.report.verdict.rungs import (
-    COLUMNS,
-    Row,
-    arm_results,
-    extra_tokens,
-    read_rows,
-    rows_text,
-)
-from publish.contrasts import growth, ratio_interval
+from narrowgauge.trainer.report.verdict.rows import COLUMNS, Row, read_rows, rows_text
+from narrowgauge.trainer.report.verdict.verdict import extra_tokens, row_verdicts
+from publish.contrasts import ratio_interval
 from publish.page import results_markdown
 from publish.predictions import outcome, read_predictions
-from publish.tables import rate_table
 
 HEAD = "| arm | against | loss | rung | predicted gap | why |\n| - | - | - | - | - | - |\n"
 
@@ -40,7 +33,7 @@ def rows_of(gaps, deviation=0.05, seeds=5):
 
 
 def verdicts(rows, rung=2, **options):
-    return {result.arm: result.verdict for result in arm_results(rows, **options) if result.rung == rung}
+    return {result.name: result.conclusion for result in row_verdicts(rows, **options) if result.rung == rung}
 
 
 def test_verdicts_of_arms_that_are_equal_worse_unknown_or_diverged():
@@ -54,18 +47,18 @@ def test_verdicts_of_arms_that_are_equal_worse_unknown_or_diverged():
         "noisy": "no difference seen",
         "fragile": "diverges",
     }
-    last = arm_results(rows)[-1]
+    last = row_verdicts(rows)[-1]
     assert (last.diverged, len(last.gaps)) == (1, 4), "its seed is no gap"
 
 
 def test_a_control_is_no_arm_of_the_family_and_widens_no_interval():
     """Two verdicts of the first page hung on the null arm, which was counted among the arms."""
     gaps = {"mxfp8": (0.1, 0.1), "nvfp4": (0.5, 0.5), "bf16-again": (0, 0), "null-dither": (0, 0)}
-    found = {one.arm: one.judgement for one in arm_results(rows_of(gaps)) if one.rung == 2}
+    found = {one.name: one.judgement for one in row_verdicts(rows_of(gaps)) if one.rung == 2}
     sizes = {"mxfp8": 2, "nvfp4": 2, "bf16-again": 1, "null-dither": 1}
     assert {arm: one.family for arm, one in found.items()} == sizes
     assert len({one.spread for one in found.values()}) == 1
-    planned = arm_results(rows_of(gaps), family=["mxfp8", "nvfp4", "fp4"])
+    planned = row_verdicts(rows_of(gaps), family=["mxfp8", "nvfp4", "fp4"])
     assert planned[0].judgement.family == 3, "the plan fixes the family, whatever was run"
 
 
@@ -74,15 +67,6 @@ def test_two_seeds_of_a_ladder_that_agree_by_luck_prove_nothing():
     assert verdicts(rows, parameters=1000) == {"mxfp8": "no difference seen"}
     assert verdicts(rows, parameters=1000, undecided="open") == {"mxfp8": "open"}
     assert verdicts(rows[:2] + rows[4:6]) == {"mxfp8": "open"}, "one seed"
-
-
-def test_contrasts_are_taken_to_each_run_of_the_reference_and_to_their_mean():
-    rows = rows_of({"bf16-again": (1.0, 1.0), "nvfp4": (1.0, 3.0), "once": (1.0, 1.0)}, deviation=0.0)
-    rows = [row for row in rows if row.arm != "once" or row.seed == 0]
-    found = {(arm, to): (gap.mean, more.mean) for arm, to, gap, more in growth(rows)}
-    assert set(found) == {("nvfp4", to) for to in ("bf16", "bf16-again", "mean of both")}
-    assert found["nvfp4", "bf16"] == pytest.approx((3.0, 2.0))
-    assert found["nvfp4", "bf16-again"] == pytest.approx((100 * (1.03 / 1.01 - 1), 100 * (0.02 / 1.01)))
 
 
 def test_a_share_has_fiellers_interval():
@@ -103,8 +87,8 @@ def test_extra_tokens_follow_the_references_own_curve():
         loss = 2.0 * (tokens / 1000) ** -0.5
         assert extra_tokens(loss, 4000, curve) == pytest.approx(100 * (4000 / tokens - 1))
     assert math.isnan(extra_tokens(1.0, 4000, [(4000, 1.0)]))
-    results = arm_results(rows_of({"late": (1.0, 1.0)}, deviation=0.0))
-    assert results[-1].extra.mean == pytest.approx(100 * (1.01**10 - 1))
+    results = row_verdicts(rows_of({"late": (1.0, 1.0)}, deviation=0.0))
+    assert results[-1].extra[0] == pytest.approx(100 * (1.01**10 - 1))
 
 
 def test_a_csv_comes_back_and_another_file_is_refused(tmp_path):
@@ -138,17 +122,8 @@ def test_predictions_are_held_wrong_open_or_not_run():
         predicted("mxfp4 | bf16 | own | 2 | about 2")
 
 
-def test_rates_of_a_sweep_are_a_line_for_each_arm():
-    losses = {"bf16,lr=4e-3": 3.5, "bf16,lr=0.002": 3.6, "fp8,lr=4e-3": 3.7, "fp8,lr=2e-3": math.nan}
-    rows = [Row(arm, 100, 1, 900, loss, loss, "done") for arm, loss in losses.items()]
-    head, lines = rate_table([*rows, Row("bf16,lr=2e-3", 100, 1, 450, 4.1, 4.1, "done")])
-    assert head == ("arm", "tokens", "0.002", "0.004", "best")
-    assert lines[0] == ["bf16", "900", "3.6000", "3.5000", "0.004"]
-    assert lines[1:] == [["fp8", "900", "-", "3.7000", "0.004"], ["bf16", "450", "4.1000", "-", "0.002"]]
-
-
 def test_the_probe_is_compared_with_the_gaps_by_rank():
-    results = arm_results(rows_of({"a": (0.1, 0.1), "b": (0.5, 0.5), "c": (2.0, 2.0), "unprobed": (9, 9)}))
+    results = row_verdicts(rows_of({"a": (0.1, 0.1), "b": (0.5, 0.5), "c": (2.0, 2.0), "unprobed": (9, 9)}))
     figures = {"a": (0.02, 9.0), "b": (0.01, 5.0), "c": (0.03, 2.0), "not trained": (0.0, 99.0)}
     probed = {
         arm: {"loss_increase": {"mean": loss}, "effective_bits": {"mean": bits}, "noise_ratio": None}
@@ -161,23 +136,10 @@ def test_the_probe_is_compared_with_the_gaps_by_rank():
     assert last["gradient / noise"] == "-"
 
 
-def test_a_gap_by_the_bf16_forward_pass_is_one_of_both_arms():
-    """The same weights, of which one arm was measured with 10 % of noise on top."""
-    rows = [
-        Row(arm, s, 2, 900, own, 4.0, "done")
-        for arm, own in (("nvfp4", 4.4), ("finish", 4.0))
-        for s in range(3)
-    ]
-    (prediction,) = predicted("finish | nvfp4 | bf16 | 2 | -0.10 .. +0.10")
-    found, word = outcome(prediction, rows)
-    assert (found.mean, word) == (0.0, "held")
-    assert arm_results(rows)[0].bf16_gap.mean == 0.0
-
-
 def test_the_reference_of_a_ladder_at_work_is_that_of_its_plan():
     """Its runs may end later than other arms', which then stand in the first rows."""
     rows = [row for row in rows_of({"fp8": (0.1, 0.1), "mxfp4": (1.0, 1.0)}) if row.arm != "bf16"]
-    assert arm_results(rows, "bf16") == []
+    assert row_verdicts(rows, "bf16") == []
 
 
 def test_a_page_escapes_names_and_a_narrow_terminal_shows_every_figure():
@@ -186,18 +148,18 @@ def test_a_page_escapes_names_and_a_narrow_terminal_shows_every_figure():
     assert "resolved" in page
     assert "| far | 4.00 k | 5 | +29.97 % | +29.92 .. +30.02 % |" in page
     page = rungs_section(
-        rows, arm_results(rows), 500, {"recipes": {"far": {"effective_bits": {"mean": 3.1}}}}
+        rows, row_verdicts(rows), 500, {"recipes": {"far": {"effective_bits": {"mean": 3.1}}}}
     )
     assert "&lt;b&gt;" in page
     assert "<b>" not in page
     assert "3.1" in page
-    svg = rungs_svg(arm_results(rows), 500, "bf16")
-    assert svg == rungs_svg(arm_results(rows), 500, "bf16")
+    svg = rungs_svg(row_verdicts(rows), 500, "bf16")
+    assert svg == rungs_svg(row_verdicts(rows), 500, "bf16")
     assert "+30.0 % →" in svg
-    assert "← -20.0 %" in rungs_svg(arm_results(rows_of({"low": (-20.0, -20.0)}, 0.001)), 500, "bf16")
+    assert "← -20.0 %" in rungs_svg(row_verdicts(rows_of({"low": (-20.0, -20.0)}, 0.001)), 500, "bf16")
     assert "nan" not in svg
     text = io.StringIO()
-    print_results(arm_results(rows_of({"mxfp8": (0.1, 0.1)})), Console(file=text, width=80))
+    print_comparison([], Console(file=text, width=50), row_verdicts(rows_of({"mxfp8": (0.1, 0.1)})))
     lines = {line.split("  ")[0]: line.split() for line in text.getvalue().splitlines()}
     assert lines["tokens"][1:] == ["1.00", "k", "4.00", "k"]
-    assert {"all arms at once", "extra tokens", "verdict"} <= set(lines)
+    assert {"95 % interval", "bf16 forward", "extra tokens", "verdict"} <= set(lines)

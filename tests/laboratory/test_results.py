@@ -71,7 +71,7 @@ def test_a_comparison_judges_shipped_recipes_and_functions_that_were_trained_her
     # 3 nats: two seeds have wide intervals
     result = ng.compare(["bf16", ours], 2, folder, gate=3.0, quiet=True, **tiny)
     assert [v.name for v in result.verdicts] == ["bf16", "ours"]
-    assert len(result.verdicts[1].paired) == 2
+    assert len(result.verdicts[1].gaps) == 2
     assert [gate.word for gate in result.gates] == ["pass"]
     assert result.passes
     assert result.report.is_file()

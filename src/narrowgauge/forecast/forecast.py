@@ -12,7 +12,7 @@ family, which the forecast then shares.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cache
 from typing import Any
 
@@ -89,25 +89,15 @@ class Forecast:
     def as_json(self) -> dict[str, Any]:
         """The fields for programs; an interval is an object with mean, low and high, or null."""
 
-        def of(interval: Interval | None) -> dict[str, float | None] | None:
-            return None if interval is None else interval.as_json()
-
+        found = {field.name: getattr(self, field.name) for field in fields(self)}
+        for name in ("predicted", "setting", "published"):
+            del found[name]
         beyond = asdict(self.extrapolation)
-        return {
-            "recipe": self.recipe,
-            "params": self.params,
-            "tokens": self.tokens,
-            "gap_percent": of(self.gap_percent),
-            "gap_nats": of(self.gap_nats),
-            "extra_tokens_percent": of(self.extra_tokens_percent),
+        return {k: v.as_json() if isinstance(v, Interval) else v for k, v in found.items()} | {
             "extrapolation": {name: x if math.isfinite(x) else None for name, x in beyond.items()},
-            "kappa": of(self.kappa),
-            "points": self.points,
-            "own_points": self.own_points,
             "nearest": [asdict(near) for near in self.nearest],
             "published_laws_nats": dict(self.published),
             "divergence": self.divergence or None,
-            "refused": self.refused,
         }
 
 

@@ -95,7 +95,6 @@ MEMORY = {"step": 1, "bytes": {"weights": 3 * 2**20, "m": 2**20}, "host_bytes": 
 AUDIT = [
     {"layer": "a", "cast": "e4m3 x e4m3", "calls": 2, "gradient": True, "note": ""},
     {"layer": "b<", "cast": None, "calls": None, "gradient": None, "note": "not converted: <why>"},
-    "odd",
 ]
 
 

@@ -32,8 +32,8 @@ def told(make_run, **losses):
         ({"bf16": [4.0]} | MANY, "r8 (+2.00 %), r7 (+1.75 %), r6 (+1.50 %), r5 (+1.25 %), and 5 more."),
         (
             {"bf16": [math.nan], "fp8": [4.0], "mxfp4": [math.nan]},
-            "No longer finite: mxfp4 (a loss is NaN or infinite). "
-            "Not compared, for a loss of bf16 is NaN or infinite: fp8.",
+            "Not compared with bf16: fp8 (bf16's loss is NaN or infinite), mxfp4 (its loss is NaN or "
+            "infinite).",
         ),
     ],
     ids=["intervals", "one seed", "many variants", "a lost reference"],
@@ -71,5 +71,5 @@ def test_runs_that_have_not_come_to_their_end_are_named(make_run):
     make_run.write(paths[1], make_run.records(paths[1])[:1])
     make_run.ends(paths[1], "preempted")
     text = " ".join(summary(read_runs(paths[:2])))
-    assert "Not compared with bf16 yet, since one of the two has not come far enough: a." in text
+    assert "Not compared with bf16: a (one of the two has not come far enough)." in text
     assert "seed" not in text

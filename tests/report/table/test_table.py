@@ -7,7 +7,7 @@ from rich.console import Console
 
 from narrowgauge.system.units import signed_percent
 from narrowgauge.trainer.report import print_comparison, read_run, read_runs, table_notes, table_rows
-from narrowgauge.trainer.report.verdict.gap import gap_to
+from narrowgauge.trainer.report.verdict.groups import gap_to
 
 COLUMNS = [
     "run",

@@ -20,16 +20,52 @@ whether a format starts. An arm whose state has another format than the referenc
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from narrowgauge.system.errors import UserError
-from narrowgauge.trainer.experiment.grid import ArmRun, Seeds, Variant, make_runs
+from pydantic import Field, ValidationError
+
+from narrowgauge.system.errors import UserError, unknown
+from narrowgauge.trainer.experiment.grid import ArmRun, Seeds, Variant, make_runs, take_arms
 from narrowgauge.trainer.report.verdict.rule import is_control
-from narrowgauge.trainer.training import Config
+from narrowgauge.trainer.training import Config, make_config
+from narrowgauge.trainer.training.config.schema import Section
 
 _SPARE = 8  # checkpoints in addition to those at multiples, for a trunk that was stopped by signals
+_Count = Annotated[int, Field(gt=0, strict=True)]
+
+
+class Design(Section):
+    """The table [experiment] of a configuration file, which `train` does not read.
+
+    Attributes:
+        rungs: Steps after which each run is measured; () if the experiment is not.
+        seeds: How many, or which; None for that of the configuration.
+        jobs: The number of simultaneous runs.
+        threads: CPU threads of each run; None if each configuration has the number.
+        products: The precision of a CPU's matmuls, "bf16" or "fp32"; "" to have each run measure.
+        attention: The attention of a CPU, "in-order", "fp32" or "torch"; "" to have each run measure.
+        held_out_tokens: Of each measurement; None for those of the configuration's validations.
+        order: Groups of arms, each finished before the next begins.
+        fork: The reference's steps with which all arms of a seed begin; None for none.
+        rows: The file of the results; None for `runs.csv` in the directory of the runs. The runs of an arm
+            and seed whose rows are all there are not trained again, so an experiment continues on another
+            machine.
+        probe: Whether the arms are probed at the end (`experiment.probe`).
+    """
+
+    rungs: tuple[_Count, ...] = ()
+    seeds: int | tuple[int, ...] | None = None
+    jobs: _Count = 1
+    threads: _Count | None = None
+    products: str = ""
+    attention: str = ""
+    held_out_tokens: _Count | None = None
+    order: tuple[tuple[str, ...], ...] = ()
+    fork: _Count | None = None
+    rows: Path | None = None
+    probe: bool = True
 
 
 @dataclass(frozen=True)
@@ -39,26 +75,17 @@ class Experiment:
     Attributes:
         arms: The names of the arms, the reference first.
         runs: All of them in the order of training: the forks, then each trunk with its branches.
-        is_measured: Whether each run ends with two losses on the same held-out tokens.
-        jobs: The number of simultaneous runs.
-        threads: CPU threads of each run; 0 if each configuration has the number.
-        products: The precision of a CPU's matmuls, "bf16" or "fp32"; "" to have each run measure.
-        attention: The attention of a CPU, "in-order", "fp32" or "torch"; "" to have each run measure.
-        rows: The file of the results; None for `runs.csv` in the directory of the runs. The runs of an arm
-            and seed whose rows are all there are not trained again, so an experiment continues on another
-            machine.
-        probes: Whether the arms are probed at the end (`experiment.probe`).
+        design: How they are trained and measured.
     """
 
     arms: tuple[str, ...]
     runs: tuple[ArmRun, ...]
-    is_measured: bool = False
-    jobs: int = 1
-    threads: int = 0
-    products: str = ""
-    attention: str = ""
-    rows: Path | None = None
-    probes: bool = False
+    design: Design = field(default_factory=Design)
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether each run ends with two losses on the same held-out tokens."""
+        return bool(self.design.rungs)
 
     @property
     def compared(self) -> list[ArmRun]:
@@ -88,58 +115,69 @@ class Experiment:
 
 def make_experiment(
     values: Mapping[str, Any],
-    arms: Sequence[Variant],
+    recipes: Sequence[Variant] = (),
+    variants: Sequence[Variant] = (),
     seeds: Seeds = None,
-    table: Mapping[str, Any] | None = None,
+    chosen: Sequence[str] = (),
+    rungs: Sequence[int] = (),
+    jobs: int = 0,
 ) -> Experiment:
-    """The experiment of the arms and seeds; a measured one with the values of the table [experiment].
+    """The experiment of some values, which may have [arms] and [experiment], and of more variants.
+
+    Args:
+        values: The shared values of all runs.
+        recipes: The first variants.
+        variants: Those after the arms of the file.
+        seeds: Their number, or which; None for those of the file.
+        chosen: The arms of the file to run, besides the reference; () for all.
+        rungs: Other rungs than those of the file.
+        jobs: Another number of simultaneous runs; 0 for that of the file.
 
     Raises:
-        UserError: a configuration is invalid, there are fewer than two runs, or the rungs cannot share a
+        UserError: something in them is wrong, there are fewer than two runs, or the rungs cannot share a
             trunk.
     """
-    rungs = _rungs(table.get("rungs", [])) if table else ()
-    if rungs:
-        values = {**values, "training": {**values.get("training", {}), "steps": rungs[-1]}}
-    points = make_runs(values, arms, seeds)
+    named, (values, arms) = list(values.get("arms", {})), take_arms(values, chosen)
+    table = dict(values.pop("experiment", {}))
+    table |= ({"rungs": list(rungs)} if rungs else {}) | ({"jobs": jobs} if jobs else {})
+    if table:
+        table.setdefault("rungs", [make_config(values).training.steps])
+    design = _design(table, named)
+    if design.rungs:
+        values["training"] = {**values.get("training", {}), "steps": design.rungs[-1]}
+    points = make_runs(values, [*recipes, *arms, *variants], design.seeds if seeds is None else seeds)
     names = tuple(dict.fromkeys(run.arm for run in points))
-    if not table:
+    if not design.rungs:
         return Experiment(names, tuple(points))
-    runs = [run for point in points for run in _chain(point, rungs, table)]
-    order = table.get("order", [])
-    group_of = {name: number for number, group in enumerate(order) for name in group} | {names[0]: 0}
-    runs.sort(key=lambda run: group_of.get(run.arm, len(order)))
-    return Experiment(
-        names,
-        tuple(_forked(runs, _positive(table, "fork", 1)) if "fork" in table else runs),
-        is_measured=True,
-        jobs=_positive(table, "jobs", 1),
-        threads=_positive(table, "threads", 1),
-        products=str(table.get("products", "")),
-        attention=str(table.get("attention", "")),
-        rows=Path(table["rows"]) if "rows" in table else None,
-        probes=bool(table.get("probe", True)),
-    )
+    runs = [run for point in points for run in _chain(point, design)]
+    group_of = {name: number for number, group in enumerate(design.order) for name in group} | {names[0]: 0}
+    runs.sort(key=lambda run: group_of.get(run.arm, len(design.order)))
+    return Experiment(names, tuple(_forked(runs, design.fork) if design.fork else runs), design)
 
 
-def _rungs(steps: Sequence[Any]) -> tuple[int, ...]:
-    if not steps or not all(isinstance(n, int) and n > 0 for n in steps) or sorted(set(steps)) != list(steps):
+def _design(table: Mapping[str, Any], arms: Sequence[str]) -> Design:
+    """The table [experiment], checked."""
+    try:
+        design = Design.model_validate(table)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = str(first["loc"][0])
+        if first["type"] == "extra_forbidden":
+            raise unknown("key of [experiment]", key, Design.model_fields) from None
+        raise UserError(f"[experiment] {key} = {table[key]!r}: {first['msg'].lower()}") from None
+    if sorted(set(design.rungs)) != list(design.rungs):
         raise UserError(
-            f"rungs = {list(steps)} must be optimizer steps in ascending order, such as 320,640,1280"
+            f"rungs = {list(design.rungs)} must be optimizer steps in ascending order, such as 320,640,1280"
         )
-    return tuple(steps)
+    for name in (name for group in design.order for name in group):
+        if name not in arms:
+            raise unknown("arm in order", name, arms)
+    return design
 
 
-def _positive(table: Mapping[str, Any], key: str, default: int) -> int:
-    value = table.get(key, default)
-    if not isinstance(value, int) or value < 1:
-        raise UserError(f"[experiment] {key} = {value!r} must be a whole number above 0")
-    return value
-
-
-def _chain(point: ArmRun, rungs: tuple[int, ...], table: Mapping[str, Any]) -> list[ArmRun]:
+def _chain(point: ArmRun, design: Design) -> list[ArmRun]:
     """The trunk and the branches of one arm and seed, with the checkpoints that they need."""
-    config = _measured(point.config, table)
+    config, rungs = _measured(point.config, design.held_out_tokens), design.rungs
     starts = [_branch_step(config, steps) for steps in rungs[:-1]]
     if starts:
         every = math.gcd(*starts, config.checkpoint.every)
@@ -190,11 +228,11 @@ def _forked(runs: Sequence[ArmRun], step: int) -> list[ArmRun]:
     return [*forks.values(), *begun]
 
 
-def _measured(config: Config, table: Mapping[str, Any]) -> Config:
-    """The configuration with a validation on `held_out_tokens` at the end of the run."""
+def _measured(config: Config, held_out_tokens: int | None) -> Config:
+    """The configuration with a validation on as many tokens at the end of the run."""
     tokens = config.training.micro_batch_size * config.data.sequence_length
-    wanted = table.get("held_out_tokens", tokens * config.validation.batches)
-    if not isinstance(wanted, int) or wanted < tokens or wanted % tokens:
+    wanted = held_out_tokens or tokens * config.validation.batches
+    if wanted % tokens:
         raise UserError(
             f"[experiment] held_out_tokens = {wanted!r} must be a multiple of a micro-batch, {tokens} tokens"
         )

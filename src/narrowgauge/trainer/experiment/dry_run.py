@@ -1,38 +1,31 @@
 """Estimates an experiment before it starts: runs, tokens, time. Speeds are measured on a few steps."""
 
-import math
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from narrowgauge.system.units import human_count, human_duration
+from narrowgauge.trainer.bench.worker import own_step, random_batches
 from narrowgauge.trainer.data import open_data
 from narrowgauge.trainer.experiment.design import Experiment
 from narrowgauge.trainer.experiment.jobs import state_of
 from narrowgauge.trainer.models import flops_per_token
-from narrowgauge.trainer.report.read.progress import read_progress
+from narrowgauge.trainer.report.read.listing import look_at
 from narrowgauge.trainer.runs import choose_device
 from narrowgauge.trainer.runs.loop.check_data import check_data
 from narrowgauge.trainer.runs.monitor.arithmetic import NO_CHOICE, Arithmetic, AttentionShape
+from narrowgauge.trainer.runs.monitor.yardstick import seconds
 from narrowgauge.trainer.training import Config
-from narrowgauge.trainer.training.step.trainer import Trainer
 
 _STEPS = 2  # timed steps, after a first
 _LONG_S = 10.0  # a first step that takes this long is timed itself, and not repeated
 _FLOP = 2e12  # of a timed step on a CPU, about: ten seconds of two cores. A step of GPT-3 345M has 1.1e15
 
 
-def recorded_speed(directory: Path) -> float | None:
-    """Median tokens/s of the last steps of a run, if it has started."""
-    speed = read_progress(directory, time.time()).tokens_per_s
-    return speed if math.isfinite(speed) else None
-
-
 def measured_speed(config: Config, threads: int, products: str = "", attention: str = "") -> float:
-    """Tokens/s of a few steps in this process, under the machine's current load.
+    """Tokens/s of a few steps on random tokens in this process, under the machine's current load.
 
     On a CPU, which computes one sequence after the other, long steps are cut to `_FLOP`. Then the
     optimizer's part of a step counts too often, by a few percent.
@@ -40,8 +33,7 @@ def measured_speed(config: Config, threads: int, products: str = "", attention: 
     Raises:
         UserError: The model and the data do not fit, or the data cannot be used.
     """
-    dataset = open_data(config.data.source, config.data.tokenizer, config.data.weights)
-    check_data(config, dataset)
+    check_data(config, open_data(config.data.source, config.data.tokenizer, config.data.weights))
     device = choose_device(config.training.device)
     config = shortened(config) if device.type == "cpu" else config
     before = torch.get_num_threads()
@@ -49,26 +41,14 @@ def measured_speed(config: Config, threads: int, products: str = "", attention: 
     measured = Arithmetic.of((), AttentionShape.of(config))
     Arithmetic(products or measured.products, attention or measured.attention).choose()
     try:
-        trainer = Trainer.begin(config, device)
-        with trainer.batches(dataset.train) as batches:
-            seconds = _seconds(lambda: trainer.train_step(batches), config.training.compile)
+        step = own_step(config, device, random_batches(config, device))
+        took = seconds(step, device)
+        if took < _LONG_S or config.training.compile:
+            took = sum(seconds(step, device) for _ in range(_STEPS)) / _STEPS
     finally:
         torch.set_num_threads(before)
         NO_CHOICE.choose()
-    return config.training.batch_size * config.data.sequence_length / seconds
-
-
-def _seconds(step: Callable[[], object], is_compiled: bool) -> float:
-    """The mean time of a step."""
-    start = time.perf_counter()
-    step()
-    first = time.perf_counter() - start
-    if first > _LONG_S and not is_compiled:
-        return first
-    start = time.perf_counter()
-    for _ in range(_STEPS):
-        step()
-    return (time.perf_counter() - start) / _STEPS
+    return config.training.batch_size * config.data.sequence_length / took
 
 
 def shortened(config: Config) -> Config:
@@ -89,8 +69,9 @@ def arm_speeds(experiment: Experiment, out: Path, say: Callable[[str], object]) 
         say: Called with a sentence before each measurement, since compiling a first step takes long.
     """
     speeds: dict[str, float] = {}
+    design = experiment.design
     for run in experiment.trunks:
-        if (speed := recorded_speed(out / run.name)) is not None:
+        if (speed := look_at(out / run.name).tokens_per_s) is not None:
             speeds.setdefault(run.arm, speed)
     unknown = {run.arm: run.config for run in reversed(experiment.trunks) if run.arm not in speeds}
     for number, arm in enumerate((arm for arm in experiment.arms if arm in unknown), start=1):
@@ -98,14 +79,14 @@ def arm_speeds(experiment: Experiment, out: Path, say: Callable[[str], object]) 
         first = "; the first is compiled, which may take minutes" if config.training.compile else ""
         say(f"timing {arm}, {number} of {len(unknown)}: at most {1 + _STEPS} steps{first}")
         torch.compiler.reset()  # torch compiles at most eight variants of a function
-        speeds[arm] = measured_speed(config, _threads(experiment), experiment.products, experiment.attention)
+        speeds[arm] = measured_speed(config, _threads(experiment), design.products, design.attention)
     return speeds
 
 
 def _threads(experiment: Experiment) -> int:
     """The CPU threads of a run."""
     pinned = experiment.trunks[0].config.training.threads
-    return experiment.threads or pinned or torch.get_num_threads()
+    return experiment.design.threads or pinned or torch.get_num_threads()
 
 
 def plan_lines(experiment: Experiment, out: Path, speeds: Mapping[str, float]) -> Sequence[str]:
@@ -123,7 +104,7 @@ def plan_lines(experiment: Experiment, out: Path, speeds: Mapping[str, float]) -
             f"{arm:24} {count:4} run{'s'[: count != 1]}, {done} done, {human_count(left):>7} tokens left, "
             f"{speeds[arm]:8,.0f} tokens/s, {human_duration(took):>11}"
         )
-    jobs = experiment.jobs
+    jobs = experiment.design.jobs
     lines.append(
         f"in all {human_count(total)} tokens left, {human_duration(seconds)} of {_threads(experiment)} "
         f"thread(s), {human_duration(seconds / jobs)} with {jobs} at a time on {os.cpu_count()} cores"

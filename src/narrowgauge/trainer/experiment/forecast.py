@@ -15,10 +15,11 @@ from narrowgauge.forecast import (
 )
 from narrowgauge.recipes import Recipe, RecipeLike, load_recipe, recipe_list, recipe_names
 from narrowgauge.recipes import recipe as named_recipe
-from narrowgauge.system.errors import UserError, words_of
+from narrowgauge.system.errors import UserError
 from narrowgauge.system.units import parse_count
 from narrowgauge.trainer.models import count_block_weights, model_config
 from narrowgauge.trainer.report import read_runs
+from narrowgauge.trainer.report.read.listing import folders, is_run
 from narrowgauge.trainer.report.verdict.expected import own_points
 
 
@@ -100,28 +101,18 @@ def _size(params: float | str | None, model: str | None) -> float:
 def _points_of(runs: str | Path | Sequence[str | Path]) -> tuple[list[Observed], Mapping[str, Recipe]]:
     """The gaps of the user's runs, and their recipes."""
     several = runs if isinstance(runs, Sequence) and not isinstance(runs, str) else [runs]
-    paths = [Path(str(path)) for path in several]
-    found = [run for path in paths for run in _run_directories(path)]
+    found: list[Path] = []
+    for path in (Path(str(one)) for one in several):
+        if not (here := list(folders(path, is_run, depth=1))):
+            raise UserError(
+                f"--runs {path} cannot be read as runs; name a folder of narrowgauge compare, or runs"
+            )
+        found += sorted(here, key=lambda one: not one.name.startswith(("bf16", "fp32")))
     points, recipes = own_points(read_runs(found))
     if not points:
         raise UserError(
-            f"{', '.join(map(str, paths))}: no recipe has a loss at equal tokens with the reference, "
+            f"{', '.join(map(str, several))}: no recipe has a loss at equal tokens with the reference, "
             f"which comes first; "
             "train one with narrowgauge compare --recipes bf16,R"
         )
     return points, recipes
-
-
-def _run_directories(path: Path) -> list[Path]:
-    """A run directory itself, or the runs of a folder: the reference first, as `compare` names it."""
-    if (path / "config.toml").is_file():
-        return [path]
-    try:
-        found = sorted(one for one in path.iterdir() if (one / "config.toml").is_file())
-    except OSError as error:
-        raise UserError(f"--runs {path} cannot be read: {words_of(error)}") from None
-    if not found:
-        raise UserError(
-            f"--runs {path} holds no run; name a folder of narrowgauge compare, or run directories"
-        )
-    return sorted(found, key=lambda one: (not one.name.startswith(("bf16", "fp32")), one.name))

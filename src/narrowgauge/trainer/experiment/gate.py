@@ -20,9 +20,8 @@ from dataclasses import dataclass
 
 from narrowgauge.system.errors import UserError
 from narrowgauge.trainer.report.read.run import Run
-from narrowgauge.trainer.report.verdict.groups import Group, groups
 from narrowgauge.trainer.report.verdict.rule import Judgement
-from narrowgauge.trainer.report.verdict.verdict import has_validation, is_finite, judged
+from narrowgauge.trainer.report.verdict.verdict import Verdict, verdicts
 
 _MOST_SEEDS = 1000
 
@@ -75,33 +74,26 @@ def gate_results(runs: Sequence[Run], gate: Gate) -> list[GateResult]:
     Raises:
         UserError: there is only one variant.
     """
-    all_groups = groups(runs)
-    if len(all_groups) < 2:
+    reference, *others = verdicts(runs, gate.in_percent)
+    if not others:
         raise UserError(
             "--gate compares variants with a reference, and there is one variant; name two recipes"
         )
-    gaps, found = judged(all_groups, gate.in_percent)
-    return [
-        _judge(group, all_groups[0], gate, list(gaps[number].values()), found.get(number))
-        for number, group in enumerate(all_groups)
-        if number
-    ]
+    return [_judge(one, reference, gate) for one in others]
 
 
-def _judge(
-    group: Group, reference: Group, gate: Gate, gaps: Sequence[float], judgement: Judgement | None
-) -> GateResult:
-    for word, of in (("fail", group), ("open", reference)):
+def _judge(one: Verdict, reference: Verdict, gate: Gate) -> GateResult:
+    for word, of in (("fail", one), ("open", reference)):
         for run in of.runs.values():
             if run.has_failed:
-                return GateResult(group.name, word, f"{run.name} failed: {run.reason}")
+                return GateResult(one.name, word, f"{run.name} failed: {run.reason}")
+    gaps, judgement = list(one.gaps.values()), one.judgement
     if judgement is None:
-        return GateResult(group.name, "open", f"no seed has losses at equal tokens with {reference.name}")
+        return GateResult(one.name, "open", f"no seed has losses at equal tokens with {reference.name}")
     if not all(map(math.isfinite, gaps)):
-        by_validation = has_validation(list(reference.runs.values()))
-        if is_finite(group, by_validation):
-            return GateResult(group.name, "open", f"a loss of {reference.name} is not finite")
-        return GateResult(group.name, "fail", "a loss is not finite")
+        if all(map(math.isfinite, one.losses)):
+            return GateResult(one.name, "open", f"a loss of {reference.name} is not finite")
+        return GateResult(one.name, "fail", "a loss is not finite")
     mean, half = judgement.mean, judgement.half_width
     count = f"{len(gaps)} seed{'s' * (len(gaps) != 1)}"
     text = f"gap {gate.show(mean)}, {count}"
@@ -109,15 +101,15 @@ def _judge(
         low = gate.show(mean - half).rpartition(" ")[0]
         text = f"gap {gate.show(mean)} ({low} .. {gate.show(mean + half)}), {count}"
     if min(gaps) > gate.limit:
-        return GateResult(group.name, "fail", f"{text}, above the gate for every seed")
+        return GateResult(one.name, "fail", f"{text}, above the gate for every seed")
     if half is None:
-        return GateResult(group.name, "open", f"{text}: one seed has no interval; add --seeds 3")
+        return GateResult(one.name, "open", f"{text}: one seed has no interval; add --seeds 3")
     if mean - half > gate.limit:
-        return GateResult(group.name, "fail", f"{text}, above the gate")
+        return GateResult(one.name, "fail", f"{text}, above the gate")
     if mean + half <= gate.limit:
         gain = ", better by more than the gate: look for the cause" if mean + half < -gate.limit else ""
-        return GateResult(group.name, "pass", text + gain)
-    return GateResult(group.name, "open", f"{text}: {_seeds_needed(judgement, gate.limit)}")
+        return GateResult(one.name, "pass", text + gain)
+    return GateResult(one.name, "open", f"{text}: {_seeds_needed(judgement, gate.limit)}")
 
 
 def _seeds_needed(found: Judgement, limit: float) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.system.errors import UserError
+from narrowgauge.system.errors import UserError, unknown
 from narrowgauge.trainer.training import Config, make_config
 
 Values = Mapping[str, Mapping[str, Any]]  # nested, as TOML has them
@@ -72,6 +72,30 @@ class ArmRun:
 def recipe_variants(names: Iterable[str]) -> list[Variant]:
     """The variants of some recipes: each is named after its recipe, or after the recipe's file."""
     return [Variant(Path(name).stem, {RECIPE: name}) for name in names]
+
+
+def take_arms(values: Mapping[str, Any], chosen: Sequence[str] = ()) -> tuple[dict[str, Any], list[Variant]]:
+    """Split off the table [arms]: the other values, and a variant for each arm.
+
+    If some are `chosen`, only these are left in the order of the file, and the first, the reference.
+
+    Raises:
+        UserError: an arm is not a table of sections, or a chosen name is none.
+    """
+    arms = []
+    for name, table in values.get("arms", {}).items():
+        if not isinstance(table, Mapping) or not all(isinstance(t, Mapping) for t in table.values()):
+            raise UserError(
+                f"[arms] {name} = {table!r}: an arm has keys with their sections; write recipe.name = "
+                f"{name!r} below [arms.{name}]"
+            )
+        keys = {f"{section}.{key}": value for section, t in table.items() for key, value in t.items()}
+        arms.append(Variant(name, keys))
+    for name in chosen:
+        if name not in [arm.name for arm in arms]:
+            raise unknown("arm", name, [arm.name for arm in arms])
+    arms = [arm for arm in arms if not chosen or arm is arms[0] or arm.name in chosen]
+    return {section: table for section, table in values.items() if section != "arms"}, arms
 
 
 def parse_variant(text: str, short: Mapping[str, str]) -> Variant:

@@ -21,7 +21,7 @@ from narrowgauge.trainer.checkpoint import steps
 from narrowgauge.trainer.experiment.design import Experiment
 from narrowgauge.trainer.experiment.grid import ArmRun
 from narrowgauge.trainer.report.read.run import read_state
-from narrowgauge.trainer.report.verdict.rungs import DIVERGED, DONE, Row, read_rows
+from narrowgauge.trainer.report.verdict.rows import DIVERGED, DONE, Row, read_rows
 from narrowgauge.trainer.runs.run_directory import EVALUATION, RunDirectory
 from narrowgauge.trainer.training import to_toml
 
@@ -93,14 +93,15 @@ def _rows_before(experiment: Experiment) -> list[Row]:
     Raises:
         UserError: the file holds a run of this name with another number of tokens.
     """
-    if experiment.rows is None or not experiment.rows.exists():
+    file = experiment.design.rows
+    if file is None or not file.exists():
         return []
     tokens = {(run.arm, run.seed, run.rung): run.tokens for run in experiment.compared}
-    rows = read_rows(experiment.rows)
+    rows = read_rows(file)
     for row in rows:
         if (row.arm, row.seed, row.rung) in tokens and tokens[row.arm, row.seed, row.rung] != row.tokens:
             raise UserError(
-                f"{experiment.rows} has {row.arm}, seed {row.seed}, rung {row.rung} after {row.tokens:,} "
+                f"{file} has {row.arm}, seed {row.seed}, rung {row.rung} after {row.tokens:,} "
                 f"tokens, and now it is {tokens[row.arm, row.seed, row.rung]:,}; name another file of rows"
             )
     return rows

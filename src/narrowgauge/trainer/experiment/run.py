@@ -4,7 +4,6 @@ A run that is done or has diverged is a result and is not trained again; any oth
 the same command line continues an experiment after any stop.
 """
 
-import json
 import math
 import time
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from narrowgauge.system.files import make_directory, write_whole
 from narrowgauge.trainer.experiment.design import Experiment
 from narrowgauge.trainer.experiment.dry_run import arm_speeds, plan_lines
 from narrowgauge.trainer.experiment.engine import Engine, environment_of
+from narrowgauge.trainer.experiment.findings import judged, page_of, sight
 from narrowgauge.trainer.experiment.gate import Gate, gate_results
 from narrowgauge.trainer.experiment.grid import ArmRun
 from narrowgauge.trainer.experiment.jobs import (
@@ -33,18 +33,17 @@ from narrowgauge.trainer.experiment.jobs import (
     require_same,
     state_of,
 )
-from narrowgauge.trainer.experiment.power import power_text
-from narrowgauge.trainer.experiment.probe import probe_arms, read_probe
-from narrowgauge.trainer.experiment.progress import ProgressTable
+from narrowgauge.trainer.experiment.probe import probe_arms
+from narrowgauge.trainer.experiment.progress import ProgressLine
 from narrowgauge.trainer.models import count_block_weights
-from narrowgauge.trainer.report import Run, print_comparison, read_runs, write_report
-from narrowgauge.trainer.report.page.rungs import rungs_section
+from narrowgauge.trainer.report import print_comparison
+from narrowgauge.trainer.report.page.page import write_page
 from narrowgauge.trainer.report.page.sections import expected_section
-from narrowgauge.trainer.report.read.stored import COMPARISON
-from narrowgauge.trainer.report.table.rungs import print_results
+from narrowgauge.trainer.report.page.subject import Subject, compared, read_begun, runs_of
+from narrowgauge.trainer.report.read.run import ENDED, read_state
+from narrowgauge.trainer.report.read.stored import COMPARISON, PlannedComparison, PlannedRun
 from narrowgauge.trainer.report.verdict.expected import expectations
-from narrowgauge.trainer.report.verdict.rungs import ArmResult, arm_results, rows_text
-from narrowgauge.trainer.report.verdict.verdict import paired_gaps
+from narrowgauge.trainer.report.verdict.rows import rows_text
 from narrowgauge.trainer.runs import choose_device
 from narrowgauge.trainer.runs.monitor.arithmetic import threads_of
 from narrowgauge.trainer.runs.run_directory import RunDirectory
@@ -79,28 +78,29 @@ def run_experiment(
         UserError: the directory cannot be written, or holds other runs.
         ComparisonFailed: a run was killed or stopped, or could not start; the same command line continues.
     """
-    for sentence in _sight(experiment, out):
+    experiment = _ready(experiment, out)
+    planned = plan_of(experiment, out, command)
+    for sentence in sight(planned, read_begun(compared(out, planned).paths)):
         console.print(sentence, style="dim", markup=False, highlight=False, soft_wrap=True)
-    failed = train_runs(experiment, out, console, rank, command)
-    runs = recorded_runs(experiment, out)
+    failed = _train(experiment, planned, out, console, rank)
+    one = compared(out, planned)
+    runs = read_begun(one.paths)
     results = [] if gate is None else gate_results(runs, gate)
     code = 1 if failed or any(result.word != "pass" for result in results) else 0
     if rank:  # rank 0 reports for all
         return code
     if experiment.is_measured:
-        if experiment.probes:
+        if experiment.design.probe:
             probe_arms(experiment, out)
-        print_results(_results(experiment, out), console)
         _say(console, f"results: {_rows_file(experiment, out)}")
     found = expectations(runs) if is_expected else []
-    write_page(experiment, out, command, expected_section(found))
-    if runs:
-        print_comparison(runs, console)
-    for one in found:
-        _say(console, one.text)
+    _write_page(one, expected_section(found))
+    print_comparison(runs, console, judged(planned, runs))
+    for expectation in found:
+        _say(console, expectation.text)
     steps = experiment.trunks[0].config.training.steps
     where = f" at the highest rung, {steps:,} steps" if experiment.rungs > 1 else ""
-    beside = {one.name: f"; {one.short}" for one in found}
+    beside = {expectation.name: f"; {expectation.short}" for expectation in found}
     for result in results:
         _say(
             console,
@@ -117,32 +117,35 @@ def run_experiment(
 
 def print_plan(experiment: Experiment, out: Path, console: Console) -> None:
     """Print which gap the experiment will detect and which runs, tokens and hours remain; do not train."""
-    experiment = with_equal_threads(experiment, out)
-    for run in experiment.runs:
-        require_same(run, out)
-    for sentence in _sight(experiment, out):
+    experiment = _ready(experiment, out)
+    planned = plan_of(experiment, out)
+    for sentence in sight(planned, read_begun(compared(out, planned).paths)):
         _say(console, sentence)
     speeds = arm_speeds(experiment, out, lambda sentence: _say(console, sentence))
     for line in plan_lines(experiment, out, speeds):
         _say(console, line)
 
 
-def train_runs(
-    experiment: Experiment, out: Path, console: Console, rank: int = 0, command: str = ""
+def _ready(experiment: Experiment, out: Path) -> Experiment:
+    """The experiment with equal threads, whose runs in `out`, if any, are of the same values."""
+    experiment = with_equal_threads(experiment, out)
+    for run in experiment.runs:
+        require_same(run, out)
+    return experiment
+
+
+def _train(
+    experiment: Experiment, planned: PlannedComparison, out: Path, console: Console, rank: int
 ) -> list[str]:
     """Train the remaining runs of an experiment; returns the names of the failed runs.
 
     The rows and the page are written as results come in. A diverged run of a measured experiment has not
     failed: it is a row of the results.
-
-    Raises:
-        UserError: the directory cannot be written, or holds other runs.
-        ComparisonFailed: a run was killed or stopped, or could not start; the same command line continues.
     """
-    experiment = with_equal_threads(experiment, out)
-    for run in experiment.runs:
-        require_same(run, out)
     waiting = remaining(experiment, out)
+    left = [run for run in waiting if not is_complete(experiment, run, out)]
+    tokens = sum(run.tokens_to_train for run in left if state_of(out / run.name) == "open")
+    total, written, design = len(experiment.compared), -math.inf, experiment.design
     with ExitStack() as stack:
         files = out if rank == 0 else Path(stack.enter_context(TemporaryDirectory()))
         try:
@@ -150,15 +153,38 @@ def train_runs(
         except OSError as error:
             raise UserError(f"{out} cannot be written: {error.strerror}; name another with --out") from None
         if rank == 0:
-            write_whole(out / COMPARISON, _planned(experiment, out, command))
+            write_whole(out / COMPARISON, planned.model_dump_json(indent=1) + "\n")
             _say_done(experiment, waiting, out, console)
-        failed = _train(experiment, waiting, out, files, console, rank, command)
-    names = [
-        run.name
-        for run in experiment.runs
-        if run.name in failed or RunDirectory(out / run.name).status() == "failed"
-    ]
-    return [name for name in names if not (experiment.is_measured and state_of(out / name) == "diverged")]
+        done = total - sum(bool(run.rung) for run in left)
+        table = stack.enter_context(ProgressLine(console, tokens, total, done))
+
+        def write(is_page_due: bool = True) -> None:
+            if experiment.is_measured:
+                write_whole(_rows_file(experiment, out), rows_text(collect_rows(experiment, out)))
+                remove_checkpoints(experiment, waiting, out)
+            if is_page_due:
+                _write_page(compared(out, planned))
+
+        def show(jobs: Sequence[Job], ended: Job | None) -> None:
+            nonlocal written
+            table.show(jobs, ended)
+            if ended is not None and ended.is_last and rank == 0:
+                write(is_page_due := time.monotonic() - written > _PAGE_EVERY_S)
+                written = time.monotonic() if is_page_due else written
+
+        environment = environment_of(design.threads or 0, design.products, design.attention)
+        engine = Engine(design.jobs, environment, show, has_logs=rank == 0)
+        try:
+            engine.run(partial(next_job, experiment, waiting, out, files))
+        finally:
+            if rank == 0:
+                write()
+            for name in engine.failed:
+                _say(console, f"{name}: {_last_line(out / f'{name}.log')}")
+    states = {run.name: read_state(out / run.name)[0] for run in experiment.runs}
+    bad = ("failed",) if experiment.is_measured else ("failed", "diverged")
+    lost = [name for name in engine.failed if states[name] != "diverged"]
+    return [name for name, state in states.items() if name in lost or state in bad]
 
 
 def _say_done(experiment: Experiment, waiting: Sequence[ArmRun], out: Path, console: Console) -> None:
@@ -170,46 +196,12 @@ def _say_done(experiment: Experiment, waiting: Sequence[ArmRun], out: Path, cons
         _say(console, f"{text}; to train them otherwise, name another directory with --out")
 
 
-def _train(
-    experiment: Experiment,
-    waiting: Sequence[ArmRun],
-    out: Path,
-    files: Path,
-    console: Console,
-    rank: int,
-    command: str,
-) -> list[str]:
-    """Run the jobs of the waiting runs, and write what is known so far; returns the names of failed runs."""
-    left = [run for run in waiting if not is_complete(experiment, run, out)]
-    tokens = sum(run.tokens_to_train for run in left if state_of(out / run.name) == "open")
-    total = len(experiment.compared)
-    written = -math.inf
-
-    def write(is_page_due: bool) -> None:
-        if experiment.is_measured:
-            write_rows(experiment, out)
-            remove_checkpoints(experiment, waiting, out)
-        if is_page_due:
-            write_page(experiment, out, command)
-
-    with ProgressTable(console, tokens, total, total - sum(bool(run.rung) for run in left)) as table:
-
-        def show(jobs: Sequence[Job], ended: Job | None) -> None:
-            nonlocal written
-            table.show(jobs, ended)
-            if ended is not None and ended.is_last and rank == 0:
-                write(is_page_due := time.monotonic() - written > _PAGE_EVERY_S)
-                written = time.monotonic() if is_page_due else written
-
-        environment = environment_of(experiment.threads, experiment.products, experiment.attention)
-        engine = Engine(experiment.jobs, environment, show, has_logs=rank == 0)
-        try:
-            return engine.run(partial(next_job, experiment, waiting, out, files))
-        finally:
-            if rank == 0:
-                write(True)
-            for name in engine.failed:
-                _say(console, f"{name}: {_last_line(out / f'{name}.log')}")
+def _write_page(one: Subject, more: str = "") -> None:
+    """Write OUT/report.html, once the reference's run has started."""
+    if one.paths:
+        states = runs_of(one)
+        is_open = any(run.status not in (*ENDED, "unknown") for run in states)
+        write_page(page_of(one, states if is_open else (), more=more), one.folder / "report.html")
 
 
 def with_equal_threads(experiment: Experiment, out: Path) -> Experiment:
@@ -218,7 +210,7 @@ def with_equal_threads(experiment: Experiment, out: Path) -> Experiment:
     The last digits of losses depend on it. It is the number of threads of the existing runs, or of the
     currently free cores. A started run keeps its number. On a GPU digits do not depend on it.
     """
-    if experiment.threads:  # each process receives them
+    if experiment.design.threads:  # each process receives them
         return experiment
     found = {run.name: RunDirectory(out / run.name) for run in experiment.runs}
     begun = {name: run for name, run in found.items() if (run.path / "config.toml").is_file()}
@@ -236,109 +228,34 @@ def with_equal_threads(experiment: Experiment, out: Path) -> Experiment:
     return replace(experiment, runs=tuple(map(with_threads, experiment.runs)))
 
 
-def _planned(experiment: Experiment, out: Path, command: str) -> str:
-    """The runs of an experiment as the text of a file, for those who watch it (`report.read.comparison`)."""
-    plan = {
-        "command": command,
-        "reference": experiment.arms[0],
-        "family": experiment.family,
-        "seeds": experiment.seeds,
-        "parameters": _parameters(experiment),
-        "is_quiet": _is_quiet(experiment),
-        "rows": str(_rows_file(experiment, out).resolve()) if experiment.is_measured else "",
-        "runs": [
-            {
-                "name": run.name,
-                "arm": run.arm,
-                "seed": run.seed,
-                "rung": run.rung,
-                "steps": run.config.training.steps,
-                "tokens": run.tokens,
-            }
-            for run in experiment.runs
-        ],
-    }
-    return json.dumps(plan, indent=1) + "\n"
-
-
-def write_rows(experiment: Experiment, out: Path) -> None:
-    """Write the file of rows, with a row for each finished run of a measured experiment."""
-    write_whole(_rows_file(experiment, out), rows_text(collect_rows(experiment, out)))
+def plan_of(experiment: Experiment, out: Path, command: str = "") -> PlannedComparison:
+    """The plan of an experiment, for those who report it or watch it."""
+    model = experiment.trunks[0].config.spec.model
+    runs = [
+        PlannedRun(
+            name=run.name,
+            arm=run.arm,
+            seed=run.seed,
+            rung=run.rung,
+            steps=run.config.training.steps,
+            tokens=run.tokens,
+        )
+        for run in experiment.runs
+    ]
+    return PlannedComparison(
+        command=command,
+        reference=experiment.arms[0],
+        family=tuple(experiment.family),
+        seeds=tuple(experiment.seeds),
+        parameters=count_block_weights(model),
+        is_quiet=not model.initial_std,  # no warm-up is expected to spike: the initial weights are by role
+        rows=str(_rows_file(experiment, out).resolve()) if experiment.is_measured else "",
+        runs=tuple(runs),
+    )
 
 
 def _rows_file(experiment: Experiment, out: Path) -> Path:
-    return experiment.rows or out / "runs.csv"
-
-
-def write_page(experiment: Experiment, out: Path, command: str, more: str = "") -> None:
-    """Write OUT/report.html, once the reference's run has started; `more` is HTML for its end."""
-    if begun := _begun(experiment, out):
-        write_report(begun, out / "report.html", command, _rungs_section(experiment, out) + more)
-
-
-def _rungs_section(experiment: Experiment, out: Path) -> str:
-    """The part of the page on all rungs; "" if nothing is measured, or the reference has no run yet."""
-    rows = collect_rows(experiment, out) if experiment.is_measured else []
-    if not rows or rows[0].arm != experiment.arms[0]:
-        return ""
-    return rungs_section(rows, _results(experiment, out), _parameters(experiment), read_probe(out))
-
-
-def recorded_runs(experiment: Experiment, out: Path) -> list[Run]:
-    """The begun runs at the highest rung, the reference's first."""
-    begun = _begun(experiment, out)
-    return read_runs(begun) if begun else []
-
-
-def _begun(experiment: Experiment, out: Path) -> list[Path]:
-    """The directories of the begun runs at the highest rung; [] if another machine trained the reference.
-
-    Such runs have rows and no directory.
-    """
-    paths = [out / run.name for run in experiment.trunks]
-    begun = [path for path in paths if (path / "config.toml").is_file()]
-    return begun if begun[:1] == paths[:1] else []
-
-
-def _results(experiment: Experiment, out: Path) -> list[ArmResult]:
-    """The results of the finished runs."""
-    rows = collect_rows(experiment, out)
-    parameters, is_quiet = _parameters(experiment), _is_quiet(experiment)
-    return arm_results(rows, experiment.arms[0], experiment.family, parameters, is_quiet=is_quiet)
-
-
-def _parameters(experiment: Experiment) -> int:
-    return count_block_weights(experiment.trunks[0].config.spec.model)
-
-
-def _is_quiet(experiment: Experiment) -> bool:
-    """Whether no warm-up is expected to spike: the initial weights are by role."""
-    return not experiment.trunks[0].config.spec.model.initial_std
-
-
-def _sight(experiment: Experiment, out: Path) -> Sequence[str]:
-    """The gap that each rung will be able to detect."""
-    sentences = []
-    of_rung = {run.rung: run for run in experiment.compared}
-    for number, run in sorted(of_rung.items()):
-        text = power_text(
-            len(experiment.seeds),
-            len(experiment.family),
-            run.tokens,
-            _parameters(experiment),
-            _gaps_so_far(experiment, out, number),
-            _is_quiet(experiment),
-        )
-        sentences.append(f"rung {number}: {text}" if experiment.rungs > 1 else text)
-    return sentences
-
-
-def _gaps_so_far(experiment: Experiment, out: Path, rung: int) -> dict[str, dict[int, float]]:
-    """The gaps in percent of each arm at a rung, by seed, from the finished runs."""
-    if experiment.is_measured:
-        return {one.arm: dict(one.gaps) for one in _results(experiment, out) if one.rung == rung}
-    done = [out / run.name for run in experiment.runs if state_of(out / run.name) == "done"]
-    return paired_gaps(read_runs(done)) if done else {}
+    return experiment.design.rows or out / "runs.csv"
 
 
 def _last_line(log: Path) -> str:

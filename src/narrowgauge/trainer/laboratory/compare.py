@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from narrowgauge.recipes import RecipeLike, recipe_list
 from narrowgauge.system.errors import UserError, checked
 from narrowgauge.system.result import Result, Row
-from narrowgauge.trainer import distributed, report, training  # each name is imported when it is used
+from narrowgauge.trainer import distributed, report  # each name is imported when it is used
 from narrowgauge.trainer.experiment.grid import RECIPE, Variant, parse_variant
 from narrowgauge.trainer.laboratory import arguments as given
 from narrowgauge.trainer.laboratory.arguments import Form
@@ -72,7 +72,7 @@ class Comparison(Result):
             rows.append(
                 {
                     "variant": v.name,
-                    "seeds": len(v.seeds),
+                    "seeds": len(v.runs),
                     "loss": v.loss,
                     "gap_percent": v.gap,
                     "gap_low": ends[0],
@@ -158,6 +158,7 @@ def compare(
     """
     from rich.console import Console
 
+    from narrowgauge.trainer.experiment.design import make_experiment
     from narrowgauge.trainer.experiment.gate import parse_gate
     from narrowgauge.trainer.experiment.run import print_plan
 
@@ -172,7 +173,7 @@ def compare(
         name = short_name(one)
         named.append(Variant(name, {RECIPE: recipe_name(one, Path(path or "") / f"{name}.recipe.toml")}))
     others = [Variant(*one) for one in variants.items()] if isinstance(variants, Mapping) else variants or ()
-    experiment = experiment_of(values, named, others, seeds, arms, rungs, jobs)
+    experiment = make_experiment(values, named, others, seeds, arms, rungs, jobs)
     kind = "ladder" if experiment.is_measured else "compare"
     path = path or Path("runs") / f"{kind}-{experiment.trunks[0].config.model.name}"
     console = console or Console(quiet=quiet)
@@ -180,33 +181,6 @@ def compare(
         print_plan(experiment, path, Console(quiet=True) if _require_ready(experiment, path) else console)
         return Comparison(path, [], None, 0)
     return run_comparison(experiment, path, console, limit, expected, watch)
-
-
-def experiment_of(
-    values: Mapping[str, Any],
-    recipes: Sequence[Variant],
-    variants: Sequence[Variant],
-    seeds: int | Sequence[int] | None = None,
-    chosen: Sequence[str] = (),
-    rungs: Sequence[int] = (),
-    jobs: int = 0,
-) -> Experiment:
-    """The experiment of some values, which may have [arms] and [experiment], and of more variants.
-
-    Raises:
-        UserError: something in them is wrong.
-    """
-    from narrowgauge.trainer.experiment.arms import choose_arms, require_order, take_arms, take_experiment
-    from narrowgauge.trainer.experiment.design import make_experiment
-
-    values, arms = take_arms(values)
-    values, table = take_experiment(values)
-    require_order(table, arms)
-    seeds = table.get("seeds") if seeds is None else seeds
-    table |= ({"rungs": list(rungs)} if rungs else {}) | ({"jobs": jobs} if jobs else {})
-    if table:
-        table.setdefault("rungs", [training.make_config(values).training.steps])
-    return make_experiment(values, [*recipes, *choose_arms(arms, chosen), *variants], seeds, table)
 
 
 def run_comparison(
@@ -228,8 +202,9 @@ def run_comparison(
     """
     from rich.console import Console
 
-    from narrowgauge.trainer.experiment.run import recorded_runs, run_experiment
+    from narrowgauge.trainer.experiment.run import plan_of, run_experiment
     from narrowgauge.trainer.laboratory.watch import watched_by_another
+    from narrowgauge.trainer.report.page.subject import compared, read_begun
     from narrowgauge.trainer.runs.monitor.provenance import command_line
 
     rank = _require_ready(experiment, out)
@@ -237,7 +212,7 @@ def run_comparison(
     say = partial(shown.print, markup=False, highlight=False, soft_wrap=True)
     with watched_by_another(out, say) if is_watched and not rank else nullcontext():
         code = run_experiment(experiment, out, shown, rank, gate, command_line(), expected)
-    return Comparison(out, recorded_runs(experiment, out), gate, code)
+    return Comparison(out, read_begun(compared(out, plan_of(experiment, out)).paths), gate, code)
 
 
 def _require_ready(experiment: Experiment, out: Path) -> int:

@@ -192,7 +192,7 @@ class GaugeSession:
 
         self.map()
         path = Path(path)
-        run = Run(path.stem, path, {}, (), (), (), "done", "", gauges=self._lines)
+        run = Run(path.stem, path, status="done", gauges=self._lines)
         try:
             write_whole(path, render_report([run]))
         except OSError as error:

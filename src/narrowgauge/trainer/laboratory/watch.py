@@ -17,17 +17,12 @@ from subprocess import DEVNULL, PIPE, Popen
 from narrowgauge.system.errors import UserError
 from narrowgauge.system.files import make_directory
 from narrowgauge.system.signals import without_launcher
-from narrowgauge.trainer.experiment.power import power_text
-from narrowgauge.trainer.experiment.probe import read_probe
+from narrowgauge.trainer.experiment.findings import page_of
 from narrowgauge.trainer.report.page import subject
 from narrowgauge.trainer.report.page.html import page as page_without_script
-from narrowgauge.trainer.report.page.page import render_report, write_page
-from narrowgauge.trainer.report.page.rungs import rungs_section
+from narrowgauge.trainer.report.page.page import write_page
 from narrowgauge.trainer.report.page.standing import standing
-from narrowgauge.trainer.report.read.progress import Progress
-from narrowgauge.trainer.report.read.run import ENDED, Run
-from narrowgauge.trainer.report.verdict.rungs import arm_results
-from narrowgauge.trainer.report.verdict.verdict import paired_gaps
+from narrowgauge.trainer.report.read.run import ENDED
 
 LIVE, REPORT = "live.html", "report.html"
 _EVERY_S = 4.0
@@ -59,8 +54,8 @@ def write_pages(paths: Sequence[Path], page: Path, is_live: bool = False) -> boo
         Whether it may change: something is to come, or has not ended.
     """
     found, is_one = subject.subjects(paths)
-    states = [subject.progress_of(one, time.time()) for one in found]
-    open_ones = [any(run.state not in ENDED for run in runs) for runs in states]
+    states = [subject.runs_of(one) for one in found]
+    open_ones = [any(run.status not in ENDED for run in runs) for runs in states]
     if is_one and found:
         write_page(page_of(found[0], states[0], is_live and open_ones[0]), page)
         return open_ones[0]
@@ -70,20 +65,10 @@ def write_pages(paths: Sequence[Path], page: Path, is_live: bool = False) -> boo
             with suppress(UserError):  # a directory of another user has no page of its own
                 write_page(page_of(one, runs, is_live and is_open), own)
     if found:
-        links = [_link(one.folder, page.parent) for one in found]
-        rows = [subject.together(one, runs) for one, runs in zip(found, states, strict=True)]
-        write_page(page_without_script(paths[0].resolve().name, standing(rows, links=links), is_live), page)
+        links = {one.name: _link(one.folder, page.parent) for one in found}
+        section = standing({one.name: runs for one, runs in zip(found, states, strict=True)}, links=links)
+        write_page(page_without_script(paths[0].resolve().name, section, is_live), page)
     return True
-
-
-def page_of(one: subject.Subject, states: Sequence[Progress], is_live: bool = False) -> str:
-    """The page of a run or a comparison, with where each run stands; before the first run only that."""
-    runs = subject.read_begun(one.paths)
-    sentences, more = _of_plan(one, runs)
-    section = standing(states, sentences, one.is_compared)
-    if not runs:
-        return page_without_script(one.name, section, is_live)
-    return render_report(runs, one.planned.command if one.planned else "", more, section, is_live)
 
 
 @contextmanager
@@ -120,24 +105,6 @@ def _link(folder: Path, here: Path) -> str:
     """The address of the page in a folder, relative to another; "" without one."""
     page = next((page for name in (LIVE, REPORT) if (page := folder / name).exists()), None)
     return "" if page is None else Path(os.path.relpath(page, here)).as_posix()
-
-
-def _of_plan(one: subject.Subject, runs: Sequence[Run]) -> tuple[list[str], str]:
-    """What a planned comparison can see, as sentences, and its rungs as HTML if it is measured."""
-    if (planned := one.planned) is None or not planned.compared:
-        return [], ""
-    rows, family, quiet = subject.rows_of(planned), list(planned.family), planned.is_quiet
-    results = arm_results(rows, planned.reference, family, planned.parameters, is_quiet=quiet)
-    last = planned.compared[0]
-    gaps = {arm.arm: dict(arm.gaps) for arm in results if arm.rung == last.rung}
-    done = [run for run in runs if run.status == "done"]
-    if not gaps and done[:1] == list(runs[:1]) and done:
-        gaps = paired_gaps(done)
-    seeds, arms = len(planned.seeds), len(planned.family)
-    sight = power_text(seeds, arms, last.tokens, planned.parameters, gaps, quiet)
-    if not rows:
-        return [sight], ""
-    return [sight], rungs_section(rows, results, planned.parameters, read_probe(one.folder))
 
 
 if __name__ == "__main__":

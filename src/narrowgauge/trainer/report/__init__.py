@@ -7,8 +7,8 @@ from narrowgauge.system.lazy import import_on_use
 if TYPE_CHECKING:
     from narrowgauge.trainer.report.page.page import render_report as render_report
     from narrowgauge.trainer.report.page.page import write_report as write_report
-    from narrowgauge.trainer.report.read.progress import Progress as Progress
-    from narrowgauge.trainer.report.read.progress import list_runs as list_runs
+    from narrowgauge.trainer.report.read.listing import as_json as as_json
+    from narrowgauge.trainer.report.read.listing import list_runs as list_runs
     from narrowgauge.trainer.report.read.run import Run as Run
     from narrowgauge.trainer.report.read.run import read_run as read_run
     from narrowgauge.trainer.report.read.run import read_runs as read_runs

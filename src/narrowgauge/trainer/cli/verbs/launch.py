@@ -13,7 +13,6 @@ from narrowgauge.trainer.cluster.launch.job_script import MARK, Job, emulation_n
 from narrowgauge.trainer.cluster.launch.site import Site, load_site, site_names
 from narrowgauge.trainer.experiment.grid import recipe_variants
 from narrowgauge.trainer.laboratory.arguments import Form, Line, config_values
-from narrowgauge.trainer.laboratory.compare import experiment_of
 
 if TYPE_CHECKING:
     from narrowgauge.trainer.experiment.design import Experiment
@@ -116,8 +115,10 @@ def read_plan(line: Line) -> "Experiment":
     Raises:
         UserError: something in it is wrong.
     """
+    from narrowgauge.trainer.experiment.design import make_experiment
+
     named, values = recipe_variants(line.recipes), config_values(line)
-    return experiment_of(values, named, line.variants or (), line.seeds, line.arms, line.rungs, line.jobs)
+    return make_experiment(values, named, line.variants or (), line.seeds, line.arms, line.rungs, line.jobs)
 
 
 def _grid(job: Job, layout: "Layout") -> str:

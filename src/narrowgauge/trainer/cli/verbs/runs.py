@@ -2,7 +2,6 @@
 
 import math
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -39,7 +38,7 @@ def runs(
         )
     found = reports.list_runs(folder)
     if json:
-        print(dumps([strict_json(asdict(one) | {"path": str(one.path)}) for one in found], indent=2))
+        print(dumps([strict_json(reports.as_json(one)) for one in found], indent=2))
         return
     if not found:
         print(f"no run directories in {folder}; 'narrowgauge train' makes one")
@@ -50,18 +49,14 @@ def runs(
         table.add_column(name, no_wrap=True)
     for name in ("step", "loss", "val loss"):
         table.add_column(name, justify="right", no_wrap=True)
-    for summary in found:
-        step = f"{summary.step:,}/{summary.steps:,}" if summary.steps else f"{summary.step:,}"
-        words = (str(summary.path), summary.state, summary.recipe, step)
-        table.add_row(*map(Text, words), _loss(summary.loss), _loss(summary.val_loss))
+    for one in map(reports.as_json, found):
+        step = f"{one['step']:,}/{one['steps']:,}" if one["steps"] else f"{one['step']:,}"
+        losses = (f"{x:.4f}" if math.isfinite(x) else "-" for x in (one["loss"], one["val_loss"]))
+        table.add_row(*map(Text, (one["path"], one["state"], one["recipe"], step)), *losses)
     console.print(table)
-    for summary in found:
-        if summary.reason and summary.state != "done":
-            say(f"{summary.path} {summary.state}: {summary.reason}")
-
-
-def _loss(loss: float) -> str:
-    return f"{loss:.4f}" if math.isfinite(loss) else "-"
+    for run in found:
+        if run.reason and run.status != "done":
+            say(f"{run.path} {run.status}: {run.reason}")
 
 
 def report(

@@ -5,7 +5,6 @@ The page needs no network and no server. Its text is filled into the template `p
 """
 
 import json
-import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,18 +14,16 @@ from markupsafe import Markup
 from narrowgauge.system.errors import UserError
 from narrowgauge.system.files import make_directory, write_whole
 from narrowgauge.trainer.report.page import sections
-from narrowgauge.trainer.report.page.analysis import analysis
-from narrowgauge.trainer.report.page.by_class import memory, step_time
 from narrowgauge.trainer.report.page.curves import page_data
 from narrowgauge.trainer.report.page.events import events
 from narrowgauge.trainer.report.page.gauges import gauges, heat_data, no_gauges
 from narrowgauge.trainer.report.page.html import page_with_script, web_file
-from narrowgauge.trainer.report.page.reproduce import script
+from narrowgauge.trainer.report.page.measured import analysis, audit, memory, step_time
 from narrowgauge.trainer.report.page.standing import standing
-from narrowgauge.trainer.report.read.progress import read_progress
+from narrowgauge.trainer.report.read.listing import with_silence
 from narrowgauge.trainer.report.read.run import ENDED, Run, read_runs
 from narrowgauge.trainer.report.table.notes import table_notes
-from narrowgauge.trainer.report.verdict.groups import groups
+from narrowgauge.trainer.report.verdict.verdict import Verdict, verdicts, with_runs
 
 # in the order of their dependencies
 SCRIPTS = (
@@ -41,21 +38,19 @@ SCRIPTS = (
 )
 
 
-def write_report(runs: Sequence[Path | str], out: Path | str, command: str = "", more: str = "") -> Path:
+def write_report(runs: Sequence[Path | str], out: Path | str, more: str = "") -> Path:
     """Read the run directories, write their page atomically to the file `out`, and return its path.
 
-    Missing parent directories are created. The first run's variant is the reference of every gap. `command`
-    is the command line of a comparison; the page of a single run shows the run's. `more` is `Markup` that
-    follows the charts: sections of an experiment. If a run has not ended, the page shows how far each is.
+    Missing parent directories are created. The first run's variant is the reference of every gap. `more` is
+    `Markup` that follows the charts. If a run has not ended, the page shows how far each is.
 
     Raises:
         UserError: a path is not a run directory, or `out` cannot be written.
     """
-    read = read_runs(runs)
-    found = [read_progress(run.path, time.time(), run.name) for run in read]
-    is_open = any(one.state not in (*ENDED, "unknown") for one in found)
-    html = render_report(read, command, more, standing(found, is_compared=len(read) > 1) if is_open else "")
-    return write_page(html, Path(out))
+    read = [with_silence(run) for run in read_runs(runs)]
+    is_open = any(run.status not in (*ENDED, "unknown") for run in read)
+    where = standing({run.name: [run] for run in read}, is_compared=len(read) > 1) if is_open else ""
+    return write_page(render_report(read, more=more, where=where), Path(out))
 
 
 def write_page(html: str, out: Path) -> Path:
@@ -75,17 +70,24 @@ def write_page(html: str, out: Path) -> Path:
 
 
 def render_report(
-    runs: Sequence[Run], command: str = "", more: str = "", where: str = "", is_live: bool = False
+    runs: Sequence[Run],
+    command: str = "",
+    more: str = "",
+    where: str = "",
+    is_live: bool = False,
+    rungs: Sequence[Verdict] = (),
 ) -> str:
     """The page as a string of ASCII HTML, under 5 MB for runs of any length.
 
     Args:
         runs: The runs, the reference first.
-        command: As in `write_report`.
-        more: As in `write_report`.
+        command: The command line of a comparison; the page of a single run shows the run's.
+        more: `Markup` that follows the charts, such as the sections of an experiment.
         where: `Markup` of where the runs stand, which comes first (`page.standing`).
         is_live: Whether the page is written again while the runs train, so that it loads itself again.
+        rungs: The verdicts by the rows of a measured experiment.
     """
+    found = with_runs(rungs, verdicts(runs))
     return page_with_script(
         "page",
         "\n".join(map(web_file, SCRIPTS + (("live.js",) if is_live else ()))),
@@ -93,8 +95,8 @@ def render_report(
         reloads=False,
         data=_json_in_html({**page_data(runs), "gauges": heat_data(runs)}),
         runs=runs,
-        title=sections.title(runs),
-        lead=sections.lead(runs),
+        title=sections.title(runs, found),
+        lead=sections.lead(runs, found),
         origin=sections.origin(runs, command),
         where=where,
         has_curves=any(run.steps or run.validation for run in runs),
@@ -103,16 +105,15 @@ def render_report(
         no_gauges=no_gauges(runs),
         gauges=gauges(runs),
         analysis=analysis(runs),
-        rows=sections.all_runs(runs),
-        has_seeds=len(groups(runs)) < len(runs),
-        notes=table_notes(runs),
+        rows=sections.all_runs(runs, found),
+        has_seeds=any(len(one.runs) > 1 for one in found),
+        notes=table_notes(runs, found),
         memory=memory(runs),
         step_time=step_time(runs),
         samples=sections.samples(runs),
         settings=[sections.settings(run) for run in runs],
         differences=sections.differences(runs),
-        audit=sections.audit(runs),
-        script=script(runs),
+        audit=audit(runs),
     )
 
 

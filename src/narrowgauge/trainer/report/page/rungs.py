@@ -1,4 +1,4 @@
-"""The sections of an experiment at several lengths: gaps over tokens, a forest plot, tables, the probe.
+"""The sections of an experiment at several lengths: gaps over tokens, a forest plot, the probe.
 
 The same rows give the same bytes. A gap beyond 6 % is printed with an arrow, so that the others stay visible.
 """
@@ -13,10 +13,10 @@ from markupsafe import Markup
 from narrowgauge.forecast.svg import BAND, COLORS, RULE, ZERO, Axis, Drawing
 from narrowgauge.trainer.analysis.rank_correlation import rank_correlation
 from narrowgauge.trainer.report.page.html import Table, part
-from narrowgauge.trainer.report.table.rungs import COLUMNS, cells
 from narrowgauge.trainer.report.table.table import TEXT_COLUMNS
+from narrowgauge.trainer.report.verdict.rows import DIVERGED, Row
 from narrowgauge.trainer.report.verdict.rule import MARGIN
-from narrowgauge.trainer.report.verdict.rungs import DIVERGED, ArmResult, Row
+from narrowgauge.trainer.report.verdict.verdict import Verdict
 
 _LEFT, _TOP, _ROW = 64.0, 56.0, 22.0
 _WIDTH, _CURVES, _GAP, _NAMES = 1080.0, 380.0, 56.0, 190.0
@@ -31,14 +31,14 @@ _PROBED = {
 }
 
 
-def rungs_svg(results: Sequence[ArmResult], parameters: int, reference: str) -> str:
+def rungs_svg(results: Sequence[Verdict], parameters: int, reference: str) -> str:
     """Both plots in one drawing; `parameters` is the count to which tokens are related."""
     last = max(result.rung for result in results)
     top = [result for result in results if result.rung == last]
-    top.sort(key=lambda r: math.inf if math.isnan(r.gap.mean) else r.gap.mean)
-    colors = {result.arm: COLORS[i % len(COLORS)] for i, result in enumerate(top)}
+    top.sort(key=lambda r: math.inf if math.isnan(r.alone.mean) else r.alone.mean)
+    colors = {result.name: COLORS[i % len(COLORS)] for i, result in enumerate(top)}
     bottom = _TOP + max(len(top) * _ROW, 260.0)
-    shown = [r.at_once for r in results if abs(r.gap.mean) <= _LARGEST]
+    shown = [r.at_once for r in results if abs(r.alone.mean) <= _LARGEST]
     ends = [end for gap in shown for end in (gap.mean, gap.low, gap.high) if math.isfinite(end)]
     low = max(min([*ends, -2 * MARGIN]), -_LARGEST)
     high = min(max([*ends, 2 * MARGIN]), _LARGEST)
@@ -53,7 +53,7 @@ def rungs_svg(results: Sequence[ArmResult], parameters: int, reference: str) -> 
 
 def _draw_curves(
     drawing: Drawing,
-    results: Sequence[ArmResult],
+    results: Sequence[Verdict],
     parameters: int,
     reference: str,
     colors: Mapping[str, str],
@@ -67,20 +67,20 @@ def _draw_curves(
     drawing.up(x, y, {tick: f"{tick:+.1f} %" if tick else "0" for tick in y.ticks(9)})
     drawing.across(x, y.start, {ratio: f"{ratio:.1f}" for ratio in ratios}, "tokens for each parameter")
     for number, (arm, color) in enumerate(colors.items()):
-        mine = [r for r in results if r.arm == arm and abs(r.gap.mean) <= _LARGEST]
+        mine = [r for r in results if r.name == arm and abs(r.alone.mean) <= _LARGEST]
         mine.sort(key=lambda r: r.tokens)
         shift = 2.5 * (number - (len(colors) - 1) / 2)
         at = [x(r.tokens / parameters) + shift for r in mine]
-        drawing.line(at, [y(r.gap.mean) for r in mine], color, 1.5)
+        drawing.line(at, [y(r.alone.mean) for r in mine], color, 1.5)
         for px, r in zip(at, mine, strict=True):
             if math.isfinite(r.at_once.low):
                 drawing.line((px, px), (y(r.at_once.low), y(r.at_once.high)), color)
-            drawing.dot(px, y(r.gap.mean), 3, color)
+            drawing.dot(px, y(r.alone.mean), 3, color)
 
 
 def _draw_forest(
     drawing: Drawing,
-    top: Sequence[ArmResult],
+    top: Sequence[Verdict],
     reference: str,
     colors: Mapping[str, str],
     x: Axis,
@@ -95,9 +95,9 @@ def _draw_forest(
         drawing.line((x(tick), x(tick)), (_TOP - 8, bottom), RULE if tick else ZERO)
     drawing.across(x, bottom, {tick: f"{tick:+.1f}" if tick else reference for tick in ticks}, "gap, %")
     for number, result in enumerate(top):
-        y, color, gap = _TOP + _ROW * number + 8, colors[result.arm], result.gap.mean
-        drawing.text(x.start - 10, y + 4, result.arm, "end", fill=color)
-        drawing.text(x.end + 8, y + 4, result.verdict)
+        y, color, gap = _TOP + _ROW * number + 8, colors[result.name], result.alone.mean
+        drawing.text(x.start - 10, y + 4, result.name, "end", fill=color)
+        drawing.text(x.end + 8, y + 4, result.conclusion)
         if gap > _LARGEST:
             drawing.text(x.end, y + 4, f"{gap:+.1f} % →", "end", fill=color)
         elif gap < -_LARGEST:
@@ -108,13 +108,7 @@ def _draw_forest(
             drawing.dot(x(gap), y, 3.5, color)
 
 
-def rung_table(results: Sequence[ArmResult]) -> Lines:
-    """Every arm at every rung."""
-    order = list(dict.fromkeys(result.arm for result in results))
-    return COLUMNS, [cells(r) for r in sorted(results, key=lambda r: (order.index(r.arm), r.rung))]
-
-
-def probe_table(probe: Mapping[str, Any], results: Sequence[ArmResult] = ()) -> Lines:
+def probe_table(probe: Mapping[str, Any], results: Sequence[Verdict] = ()) -> Lines:
     """The figures of the probe for each arm's recipe, from its JSON, and their agreement with the gaps.
 
     Below the arms there is, for each rung, Spearman's rank correlation of each column with the mean gaps, if
@@ -132,9 +126,9 @@ def probe_table(probe: Mapping[str, Any], results: Sequence[ArmResult] = ()) -> 
     return ("arm", *(title for title, _ in _PROBED.values())), lines
 
 
-def _agreement(probe: Mapping[str, Any], results: Sequence[ArmResult], rung: int) -> list[str]:
+def _agreement(probe: Mapping[str, Any], results: Sequence[Verdict], rung: int) -> list[str]:
     """The rank correlations of the probe's columns with the gaps at a rung."""
-    gaps = {r.arm: r.gap.mean for r in results if r.rung == rung and math.isfinite(r.gap.mean)}
+    gaps = {r.name: r.alone.mean for r in results if r.rung == rung and math.isfinite(r.alone.mean)}
     texts = []
     for key in _PROBED:
         found = {arm: (probe["recipes"].get(arm, {}).get(key) or {}).get("mean") for arm in gaps}
@@ -158,7 +152,7 @@ def facts(rows: Sequence[Row]) -> list[str]:
 
 
 def rungs_section(
-    rows: Sequence[Row], results: Sequence[ArmResult], parameters: int, probe: Mapping[str, Any] | None
+    rows: Sequence[Row], results: Sequence[Verdict], parameters: int, probe: Mapping[str, Any] | None
 ) -> Markup:
     """The sections that a measured experiment adds to a page: gaps over its rungs, and the probe.
 
@@ -168,12 +162,6 @@ def rungs_section(
         parameters: Parameters in linear layers, to which tokens are related.
         probe: The figures of `narrowgauge probe` for each arm's recipe; None without them.
     """
-    svg = [Markup(rungs_svg(results, parameters, rows[0].arm))] if results else []
-    tables = [
-        None if found is None else Table(label, *found, TEXT_COLUMNS)
-        for label, found in (
-            ("Every rung", rung_table(results) if results else None),
-            ("The probe", None if probe is None else probe_table(probe, results)),
-        )
-    ]
-    return part("rungs", " ".join(facts(rows)), svg, *tables)
+    svg = Markup(rungs_svg(results, parameters, rows[0].arm)) if results else ""
+    probed = None if probe is None else Table("The probe", *probe_table(probe, results), TEXT_COLUMNS)
+    return part("rungs", " ".join(facts(rows)), svg, probed)

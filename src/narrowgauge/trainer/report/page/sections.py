@@ -13,18 +13,16 @@ from narrowgauge.trainer.report.read.run import Run
 from narrowgauge.trainer.report.table.sentence import MOST, summary
 from narrowgauge.trainer.report.table.table import TEXT_COLUMNS, table_rows
 from narrowgauge.trainer.report.verdict.expected import Expectation
-from narrowgauge.trainer.report.verdict.groups import groups
+from narrowgauge.trainer.report.verdict.verdict import Verdict
 
 _LISTED = 3  # hosts, devices or versions
-_LAYERS = 400  # rows of linear layers at most, of all runs together
-_AUDITED = ("layer", "cast", "calls", "gradient", "note")
 
 
-def title(runs: Sequence[Run]) -> str:
+def title(runs: Sequence[Run], found: Sequence[Verdict]) -> str:
     """The heading."""
     if len(runs) == 1:
         return runs[0].name
-    count = len(groups(runs))
+    count = sum(bool(one.runs) for one in found)
     if count == len(runs):
         return f"{count} runs compared"
     return (
@@ -32,10 +30,12 @@ def title(runs: Sequence[Run]) -> str:
     )
 
 
-def lead(runs: Sequence[Run]) -> list[tuple[str, bool]]:
+def lead(runs: Sequence[Run], found: Sequence[Verdict]) -> list[tuple[str, bool]]:
     """The result in sentences, each with whether it is a failure."""
     failed = min(MOST, sum(run.has_failed for run in runs))
-    return [(text.replace(" %", "\u00a0%"), number < failed) for number, text in enumerate(summary(runs))]
+    return [
+        (text.replace(" %", "\u00a0%"), number < failed) for number, text in enumerate(summary(runs, found))
+    ]
 
 
 def origin(runs: Sequence[Run], command: str = "") -> dict[str, str]:
@@ -44,9 +44,10 @@ def origin(runs: Sequence[Run], command: str = "") -> dict[str, str]:
     Start and resume events record these. What an older run did not record is left out. `command` is the
     command line of a comparison that made the page.
     """
+    seconds = sum(run.seconds for run in runs)
     facts = {
         "date": _dates(runs),
-        "duration": _duration(runs),
+        "duration": f"{human_duration(seconds)} in training steps" if seconds else "",
         "host": _listed(runs, ("host", "device")),
         "recipe": _placements(runs),
         "version": _listed(runs, ("version", "torch"), ("narrowgauge ", "torch ")),
@@ -61,24 +62,8 @@ def _dates(runs: Sequence[Run]) -> str:
     ended = [time for run in runs if (time := _time_of(run, "done", "stop"))]
     if not begun:
         return ""
-    text = f"{min(begun):%Y-%m-%d %H:%M}"
-    until = f"{max(ended):%Y-%m-%d %H:%M}" if len(ended) == len(runs) else text
-    if until != text:
-        text += f" to {until.removeprefix(text[:11])}"
-    return f"{text} UTC"
-
-
-def _duration(runs: Sequence[Run]) -> str:
-    """The time in steps, and from begin to end for a single uninterrupted run."""
-    in_steps = sum(run.seconds for run in runs)
-    if not in_steps:
-        return ""
-    text = f"{human_duration(in_steps)} in training steps"
-    if len(runs) == 1 and not runs[0].count("resume"):
-        begun, ended = _time_of(runs[0], "start", first=True), _time_of(runs[0], "done", "stop")
-        if begun and ended and ended > begun:
-            text = f"{human_duration((ended - begun).total_seconds())}, of which {text}"
-    return text
+    until = f" to {max(ended):%Y-%m-%d %H:%M}" if len(ended) == len(runs) else ""
+    return f"{min(begun):%Y-%m-%d %H:%M}{until} UTC"
 
 
 def _placements(runs: Sequence[Run]) -> str:
@@ -112,16 +97,16 @@ def _listed(runs: Sequence[Run], keys: Sequence[str], before: Sequence[str] = ("
     return "; ".join(texts[:_LISTED]) + more
 
 
-def all_runs(runs: Sequence[Run]) -> Table:
+def all_runs(runs: Sequence[Run], found: Sequence[Verdict]) -> Table:
     """The table of all runs; each variant has its line of the charts before its name."""
-    found = table_rows(runs)
+    shown = table_rows(runs, found)
     key = Markup('<span class="key" data-look="{}"></span>{}')
     rows = [
         [Cell(name, "seed") if row.is_seed else key.format(row.variant, name), *cells]
-        for row in found
+        for row in shown
         for name, *cells in [row.cells.values()]
     ]
-    return Table("All runs", list(found[0].cells), rows, TEXT_COLUMNS)
+    return Table("All runs", list(shown[0].cells), rows, TEXT_COLUMNS)
 
 
 def settings(run: Run) -> dict[str, Any]:
@@ -151,41 +136,6 @@ def differences(runs: Sequence[Run]) -> Table:
 def samples(runs: Sequence[Run]) -> list[tuple[str, str, str]]:
     """(run, prompt, text) of the last sample that each trained model wrote."""
     return [(run.name, *sample) for run in runs for sample in run.samples[-1:]]
-
-
-def audit(runs: Sequence[Run]) -> list[tuple[str, Table, int]]:
-    """(title, table, number of layers left out) of each run that has recorded its layers.
-
-    What each linear layer computed in, whether it was called, and whether a gradient reached it: a run under
-    a narrow recipe records it in its first step (`nn.audit`), each process for its own part of the model.
-    """
-    audited = [(run.name, layers) for run in runs if (layers := _layers(run))]
-    most = max(4, _LAYERS // max(1, len(audited)))
-    found = []
-    for name, layers in audited:
-        noted = sum(bool(layer.get("note")) for layer in layers)
-        of_run = "" if len(runs) == 1 else f" of {name}"
-        title = f"The linear layers{of_run} in the first step: {len(layers):,}, {noted:,} with a note"
-        rows = [[_text(layer.get(column)) for column in _AUDITED] for layer in layers[:most]]
-        table = Table("Linear layers", _AUDITED, rows, None, is_code=True)
-        found.append((title, table, max(0, len(layers) - most)))
-    return found
-
-
-def _layers(run: Run) -> list[Mapping[str, Any]]:
-    """The layers in the last event that has some; those with a note come first."""
-    for event in reversed(run.events):
-        layers = event.get("layers") if event["event"] == "audit" else None
-        if isinstance(layers, list):
-            found = [layer for layer in layers if isinstance(layer, Mapping) and "layer" in layer]
-            return sorted(found, key=lambda layer: not layer.get("note"))
-    return []
-
-
-def _text(value: object) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return "-" if value is None else str(value)[:300]
 
 
 def _facts(run: Run) -> dict[str, Any]:

@@ -6,8 +6,9 @@ does not exist more often than one time in twenty. The section states this.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from urllib.parse import quote
 
 from markupsafe import Markup
@@ -15,8 +16,7 @@ from markupsafe import Markup
 from narrowgauge.system.units import human_bytes, human_count, human_duration
 from narrowgauge.trainer.report.page.events import event_name, reason_of
 from narrowgauge.trainer.report.page.html import Table, part
-from narrowgauge.trainer.report.read.progress import Progress
-from narrowgauge.trainer.report.read.run import ENDED
+from narrowgauge.trainer.report.read.run import ENDED, Run
 
 _INTERIM = (
     "Verdicts are interim until every run is done: an interval holds for one look at the planned end. "
@@ -34,65 +34,71 @@ _ENDS = {
     "failed": "has failed",
     "broken": "cannot be read",
 }
+_BY_NEED = ("running", "silent", "killed", "preempted", "waiting")
 _COLUMNS = ("run", "state", "step", "loss", "val loss", "tokens/s", "memory", "time left", "last record")
 
 
 def standing(
-    found: Sequence[Progress],
+    rows: Mapping[str, Sequence[Run]],
     sentences: Sequence[str] = (),
     is_compared: bool = False,
-    links: Sequence[str] = (),
-    noun: str = "runs",
+    links: Mapping[str, str] | None = None,
 ) -> Markup:
     """A section with a row for each run; empty without runs.
 
     Args:
-        found: The runs, in order.
+        rows: By name, a run, or all runs of a comparison as one row.
         sentences: Further sentences, such as the gap that a comparison can detect.
         is_compared: Whether the runs are compared, so that an interim verdict needs its caution.
-        links: The address of each run's own page, "" for one without; () without such pages.
-        noun: What the rows are.
+        links: The addresses of the pages of rows that have one.
     """
-    if not found:
+    if not rows:
         return Markup()
-    told = [_count(found, noun), *sentences]
-    told += [_INTERIM] if is_compared and any(one.state not in ENDED for one in found) else []
-    rows = [_row(one, links[i] if links else "") for i, one in enumerate(found)]
-    return part("standing", told, Table("Where each run stands", _COLUMNS, rows, ("state",)), _guard(found))
+    states = [_state(runs) for runs in rows.values()]
+    told = [_count(states, time_left([run for runs in rows.values() for run in runs])), *sentences]
+    told += [_INTERIM] if is_compared and any(state not in ENDED for state in states) else []
+    cells = [_row(name, runs, (links or {}).get(name, "")) for name, runs in rows.items()]
+    guard = [sentence for name, runs in rows.items() for sentence in _guard(name, runs)]
+    return part("standing", told, Table("Where each run stands", _COLUMNS, cells, ("state",)), guard)
 
 
-def _row(one: Progress, link: str) -> list[str]:
+def _state(runs: Sequence[Run]) -> str:
+    """The state of a run; of several, the first that somebody would look after."""
+    states = [run.status for run in runs]
+    return states[0] if len(runs) == 1 else next((word for word in _BY_NEED if word in states), "done")
+
+
+def _row(name: str, runs: Sequence[Run], link: str) -> list[str]:
+    only = runs[0] if len(runs) == 1 else Run(name, Path())
+    if len(runs) > 1:
+        name = f"{name}: {sum(run.status in ENDED for run in runs)} of {len(runs)} runs ended"
+    left = time_left(runs)
     return [
-        Markup('<a href="{}">{}</a>').format(quote(link), one.name) if link else one.name,
-        Markup('<span class="state {0}">{0}</span>{1}').format(one.state, _why(one)),
-        _steps(one),
-        _loss(one.loss),
-        _loss(one.val_loss),
-        human_count(one.tokens_per_s) if math.isfinite(one.tokens_per_s) else "-",
-        human_bytes(one.memory_bytes) if math.isfinite(one.memory_bytes) else "-",
-        "-" if one.seconds_left is None else human_duration(one.seconds_left),
-        _when(one.recorded_at),
+        Markup('<a href="{}">{}</a>').format(quote(link), name) if link else name,
+        Markup('<span class="state {0}">{0}</span>{1}').format(_state(runs), _why(only)),
+        _steps(sum(run.step for run in runs), sum(run.planned_steps or 0 for run in runs)),
+        *(f"{x:.4f}" if math.isfinite(x) else "-" for x in (only.last_loss, only.last_val_loss)),
+        "-" if only.tokens_per_s is None else human_count(only.tokens_per_s),
+        "-" if only.peak_memory_bytes is None else human_bytes(only.peak_memory_bytes),
+        "-" if left is None else human_duration(left),
+        _when(max(run.recorded_at for run in runs)),
     ]
 
 
-def _why(one: Progress) -> Markup:
+def _why(run: Run) -> Markup:
     """The recorded reason of an end that was not planned, or what to do."""
-    texts = [one.reason if one.state in ("failed", "diverged", "preempted", "broken") else ""]
-    texts.append(_WORDS.get(one.state, ""))
+    texts = [run.reason if run.status in ("failed", "diverged", "preempted", "broken") else ""]
+    texts.append(_WORDS.get(run.status, ""))
     text = "; ".join(filter(None, texts))
     return Markup('<div class="why muted">{}</div>').format(text) if text else Markup()
 
 
-def _steps(one: Progress) -> str:
-    if not one.steps:
-        return f"{one.step:,}"
-    share = min(1.0, one.step / one.steps)
+def _steps(step: int, steps: int) -> str:
+    if not steps:
+        return f"{step:,}"
+    share = min(1.0, step / steps)
     bar = Markup('{:,} of {:,}<progress max="1" value="{:.4f}" aria-label="{:.0f} %"></progress>')
-    return bar.format(one.step, one.steps, share, 100 * share)
-
-
-def _loss(loss: float) -> str:
-    return f"{loss:.4f}" if math.isfinite(loss) else "-"
+    return bar.format(step, steps, share, 100 * share)
 
 
 def _when(seconds: float) -> str:
@@ -103,43 +109,38 @@ def _when(seconds: float) -> str:
     return Markup('<time datetime="{:%Y-%m-%dT%H:%M:%SZ}">{:%Y-%m-%d %H:%M:%S} UTC</time>').format(at, at)
 
 
-def _count(found: Sequence[Progress], noun: str) -> str:
+def _count(states: Sequence[str], left: float | None) -> str:
     """How many runs there are in each state, and about how long the rest takes."""
-    states = [one.state for one in found]
     counts = [f"{states.count(state)} {state}" for state in dict.fromkeys(states)]
-    text = f"{len(found)} {noun}: {', '.join(counts)}."
-    if len(found) == 1:
+    text = f"{len(states)} runs: {', '.join(counts)}."
+    if len(states) == 1:
         text = f"The run {_ENDS.get(states[0], f'is {states[0]}')}."
-    left = time_left(found)
     return (
         text if left is None else f"{text} About {human_duration(left)} left at the pace of the last steps."
     )
 
 
-def time_left(found: Sequence[Progress]) -> float | None:
+def time_left(runs: Sequence[Run]) -> float | None:
     """Seconds until all runs have ended, if as many as now keep training at the pace of those at work.
 
     None if no run is at work, or none has a pace. Validations, saves and starts are left out.
     """
-    paces = [one.seconds_left / one.left for one in found if one.seconds_left is not None and one.left]
-    at_work = [one for one in found if one.is_at_work]
+    paces = [run.seconds_left / run.left for run in runs if run.seconds_left is not None and run.left]
+    at_work = [run for run in runs if run.is_at_work]
     if not paces:
         return None
     pace = sum(paces) / len(paces)
-    own = [pace * one.left if one.seconds_left is None else one.seconds_left for one in at_work]
-    waiting = sum(pace * one.left for one in found if one.state in ("waiting", "preempted", "killed"))
-    if len(found) == 1:
-        return own[0]
-    return max(max(own), (sum(own) + waiting) / len(at_work))
+    own = [pace * run.left if run.seconds_left is None else run.seconds_left for run in at_work]
+    waiting = sum(pace * run.left for run in runs if run.status in ("waiting", "preempted", "killed"))
+    return own[0] if len(runs) == 1 else max(max(own), (sum(own) + waiting) / len(at_work))
 
 
-def _guard(found: Sequence[Progress]) -> list[str]:
-    """The last event of the guard in each run, in a sentence."""
-    sentences = []
-    for one in found:
-        if one.guard:
-            event = one.guard[-1]
-            reason = f", {reason[:300]}" if (reason := reason_of(event)) else ""
-            many = f" ({len(one.guard)} events of the guard)" if len(one.guard) > 1 else ""
-            sentences.append(f"{one.name}: {event_name(event)} at step {event['step']:,}{reason}{many}")
-    return sentences
+def _guard(name: str, runs: Sequence[Run]) -> list[str]:
+    """The last event of the guard, in a sentence."""
+    found = [event for run in runs for event in run.guarded]
+    if not found:
+        return []
+    event = found[-1]
+    reason = f", {reason[:300]}" if (reason := reason_of(event)) else ""
+    many = f" ({len(found)} events of the guard)" if len(found) > 1 else ""
+    return [f"{name}: {event_name(event)} at step {event['step']:,}{reason}{many}"]

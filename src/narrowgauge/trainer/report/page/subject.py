@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from narrowgauge.system.errors import UserError
-from narrowgauge.trainer.report.page.standing import time_left
-from narrowgauge.trainer.report.read.progress import Progress, folders, is_run, read_progress
-from narrowgauge.trainer.report.read.run import ENDED, Run, RunState, read_run, with_distinct_names
+from narrowgauge.trainer.report.read.listing import folders, is_run, look_at
+from narrowgauge.trainer.report.read.run import Run, RunState, read_run, with_distinct_names
+from narrowgauge.trainer.report.read.steps import Validation
 from narrowgauge.trainer.report.read.stored import COMPARISON, PlannedComparison, read_stored
-from narrowgauge.trainer.report.verdict.rungs import DIVERGED, Row, read_rows
+from narrowgauge.trainer.report.verdict.rows import DIVERGED, Row, read_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +59,14 @@ def _subject(folder: Path, root: Path) -> Subject:
     name = folder.resolve().name if folder == root else folder.relative_to(root).as_posix()
     if is_run(folder) or (planned := _plan(folder)) is None:
         return Subject(name, folder, (folder,))
+    return compared(folder, planned, name)
+
+
+def compared(folder: Path, planned: PlannedComparison, name: str = "") -> Subject:
+    """The planned comparison in a folder; no run counts as begun before the reference's first."""
     begun = tuple(path for run in planned.compared if is_run(path := folder / run.name))
     has_reference = begun and begun[0].name == planned.compared[0].name
-    return Subject(name, folder, begun if has_reference else (), planned)
+    return Subject(name or folder.resolve().name, folder, begun if has_reference else (), planned)
 
 
 def read_begun(paths: Sequence[Path]) -> list[Run]:
@@ -76,40 +81,23 @@ def read_begun(paths: Sequence[Path]) -> list[Run]:
     return with_distinct_names(runs)
 
 
-def progress_of(one: Subject, now: float) -> list[Progress]:
-    """The progress of each run of a subject; those that are only planned wait."""
+def runs_of(one: Subject) -> list[Run]:
+    """Each run of a subject as far as it is; those that are only planned wait."""
     if one.planned is None:
-        return [read_progress(path, now) for path in one.paths]
+        return [look_at(path) for path in one.paths]
     rows = {(row.arm, row.seed, row.rung): row for row in rows_of(one.planned)}
     found = []
     for run in one.planned.runs:
         path, row = one.folder / run.name, rows.get((run.arm, run.seed, run.rung))
+        planned = Run(run.name, path, {"training": {"steps": run.steps}})
         if path.is_dir() and any(path.iterdir()):
-            found.append(read_progress(path, now))
+            planned = look_at(path)
         elif row is not None:  # trained on another machine
             state: RunState = "diverged" if row.status == DIVERGED else "done"
-            found.append(Progress(run.name, state, "", run.steps, run.steps, val_loss=row.own_loss))
-        else:
-            found.append(Progress(run.name, steps=run.steps))
+            at = Validation(run.steps, run.tokens, row.own_loss)
+            planned = replace(planned, status=state, validation=[at])
+        found.append(planned)
     return found
-
-
-def together(one: Subject, found: Sequence[Progress]) -> Progress:
-    """The runs of a subject as one row of a list."""
-    if not one.is_compared:
-        return replace(found[0], name=one.name)
-    states = [run.state for run in found]
-    by_need: tuple[RunState, ...] = ("running", "silent", "killed", "preempted", "waiting")
-    worst: RunState = next((state for state in by_need if state in states), "done")
-    return Progress(
-        name=f"{one.name}: {sum(state in ENDED for state in states)} of {len(found)} runs ended",
-        state=worst,
-        step=sum(run.step for run in found),
-        steps=sum(run.steps for run in found),
-        seconds_left=time_left(found),
-        recorded_at=max((run.recorded_at for run in found), default=0.0),
-        guard=[event for run in found for event in run.guard],
-    )
 
 
 def rows_of(planned: PlannedComparison) -> list[Row]:

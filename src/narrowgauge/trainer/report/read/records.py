@@ -17,7 +17,6 @@ from narrowgauge.system.errors import UserError
 
 MOST_READINGS = 20_000  # lines of gauges.jsonl to keep; a page shows fewer
 MOST_TEXT = 16_000  # characters of a recipe that a page shows
-_CUT = "# and so on:"
 _STEP = re.compile(rb'\{"step": (\d+),')  # the start of every line that a run writes
 
 
@@ -41,12 +40,7 @@ def read_text(path: Path) -> str:
         text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError):
         return ""
-    return text if len(text) <= MOST_TEXT else f"{text[:MOST_TEXT]}\n{_CUT} {path.name}\n"
-
-
-def is_cut(text: str) -> bool:
-    """Whether `read_text` left out the end of a file."""
-    return len(text) > MOST_TEXT and text[MOST_TEXT:].startswith(f"\n{_CUT}")
+    return text if len(text) <= MOST_TEXT else f"{text[:MOST_TEXT]}\n# and so on: {path.name}\n"
 
 
 def read_metrics(path: Path, tail: int = 0) -> tuple[dict[int, dict[str, Any]], list[dict[str, Any]], int]:

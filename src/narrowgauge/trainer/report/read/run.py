@@ -10,9 +10,10 @@ files cannot be read; unknown, if it left no status.
 """
 
 import json
+import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -28,6 +29,8 @@ RunState = Literal[
     "running", "done", "preempted", "failed", "killed", "diverged", "silent", "waiting", "broken", "unknown"
 ]
 ENDED: tuple[RunState, ...] = ("done", "diverged", "failed")
+GUARD = ("skip", "spike", "rollback", "raise", "not finite")  # what the guard records
+PACE_STEPS = 50  # the pace is the median of this many steps
 WARMUP_STEPS = 3  # allocation and compilation make the first steps slow
 
 
@@ -41,12 +44,12 @@ class Run:
 
     name: str
     path: Path
-    config: Mapping[str, Any]
-    steps: Sequence[Step]
-    validation: Sequence[Validation]
-    events: Sequence[Mapping[str, Any]]
-    status: RunState
-    reason: str
+    config: Mapping[str, Any] = field(default_factory=dict)
+    steps: Sequence[Step] = ()
+    validation: Sequence[Validation] = ()
+    events: Sequence[Mapping[str, Any]] = ()
+    status: RunState = "waiting"
+    reason: str = ""
     ignored_lines: int = 0
     gauges: Sequence[Mapping[str, Any]] = ()  # lines of gauges.jsonl, for all steps or some
     probe: Probe | None = None
@@ -113,6 +116,56 @@ class Run:
         """The number of steps planned for the run; None if its config.toml is missing."""
         steps = self.setting("training", "steps")
         return steps if isinstance(steps, int) else None
+
+    @property
+    def step(self) -> int:
+        """The last recorded step; 0 for none."""
+        return max((found[-1].step for found in (self.steps, self.validation) if found), default=0)
+
+    @property
+    def last_loss(self) -> float:
+        """The last training loss in nats a token; NaN for none."""
+        return self.steps[-1].loss if self.steps else math.nan
+
+    @property
+    def last_val_loss(self) -> float:
+        """The last validation loss, of untrained weights as well; NaN for none."""
+        return self.validation[-1].val_loss if self.validation else math.nan
+
+    @property
+    def is_at_work(self) -> bool:
+        """Whether a process trains it."""
+        return self.status in ("running", "silent")
+
+    @property
+    def left(self) -> int:
+        """The steps that remain; 0 for a run that has ended."""
+        return 0 if self.status in ENDED else max(0, (self.planned_steps or 0) - self.step)
+
+    @property
+    def pace_s(self) -> float | None:
+        """The median time of the last steps; None if it is unknown."""
+        found = finite(self.steps[-PACE_STEPS:], "step_ms")
+        return statistics.median(found) / 1000 if found else None
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Time in steps until the end of a running run, at the pace of its last steps; None if unknown."""
+        is_known = self.status == "running" and self.planned_steps and self.pace_s is not None
+        return self.left * (self.pace_s or 0.0) if is_known else None
+
+    @property
+    def recorded_at(self) -> float:
+        """Time of the last record, in seconds since 1970; 0 without one."""
+        try:
+            return (self.path / METRICS).stat().st_mtime if self.step or self.events else 0.0
+        except OSError:  # removed meanwhile
+            return 0.0
+
+    @property
+    def guarded(self) -> list[Mapping[str, Any]]:
+        """The events of the guard."""
+        return [event for event in self.events if event["event"] in GUARD]
 
     @property
     def seconds(self) -> float:

@@ -1,20 +1,27 @@
-"""What `probe`, `sensitivity` and `compare` leave in a directory as JSON; a file of another form is no file.
+"""What runs, `probe`, `sensitivity` and `compare` leave as JSON; a file or event of another form is none.
 
     probe.json          the figures of each recipe
     sensitivity.json    the cost of each layer and place
     comparison.json     what a comparison is about to train, written before its first run
 
+    events of metrics.jsonl: the memory and the layers of the first step, the time of a step (`--profile`)
+
 The runs of a comparison are in the order of training, the reference's first. A reader learns from it which
 runs are still to come; what has happened is in the run directories.
 """
 
+from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+if TYPE_CHECKING:
+    from narrowgauge.trainer.report.read.run import Run
+
 COMPARISON = "comparison.json"
 Stored = TypeVar("Stored", bound=BaseModel)
+_Time = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class Figure(BaseModel):
@@ -50,6 +57,47 @@ class Costs(BaseModel):
     worst: list[str] = []
     worst_backward: list[str] = []
     forks: str = ""
+
+
+class Peak(BaseModel):
+    """The most bytes at once."""
+
+    peak: int
+
+
+class Memory(Peak):
+    """The bytes of the first step by class, those on the host, and what was expected."""
+
+    bytes: dict[str, int]
+    host_bytes: dict[str, int]
+    parameters: Annotated[int, Field(gt=0)]
+    expected: Peak
+
+
+class StepTime(BaseModel):
+    """Milliseconds of a step by class; a floor is the least time that the machine's peak rates allow.
+
+    A class without a floor (waiting) is pure overhead.
+    """
+
+    ms: dict[str, _Time] = Field(min_length=1)
+    floor_ms: dict[str, _Time] = {}
+
+
+class Layer(BaseModel):
+    """What a linear layer computed in, how often, and whether a gradient reached it; None if unknown."""
+
+    layer: str
+    cast: str | None = None
+    calls: int | None = None
+    gradient: bool | None = None
+    note: str | None = None
+
+
+class Audit(BaseModel):
+    """The linear layers in the first step."""
+
+    layers: list[Layer] = Field(min_length=1)
 
 
 def _own_name(name: Any) -> Any:
@@ -109,3 +157,12 @@ def read_stored(kind: type[Stored], path: Path) -> Stored | None:
         return kind.model_validate_json(path.read_bytes())
     except (OSError, ValueError, TypeError):
         return None
+
+
+def last_event(run: "Run", name: str, kind: type[Stored]) -> Stored | None:
+    """The last complete event of a name in a run; None without any."""
+    for event in reversed(run.events):
+        if event["event"] == name:
+            with suppress(ValueError):
+                return kind.model_validate(event)
+    return None

@@ -1,27 +1,24 @@
-"""Notes below the table of runs, one sentence each, and the table for a terminal."""
+"""Notes below the table of runs, one sentence each, and both for a terminal."""
 
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.markup import escape
-from rich.measure import Measurement
-from rich.table import Table
 
 from narrowgauge.system.t_interval import CONFIDENCE
 from narrowgauge.system.units import human_count
 from narrowgauge.trainer.report.read.run import FINAL_STEPS, Run
 from narrowgauge.trainer.report.read.steps import warmup_spikes
 from narrowgauge.trainer.report.table.sentence import listed, reason_of_end, summary
-from narrowgauge.trainer.report.table.table import TEXT_COLUMNS, table_rows
-from narrowgauge.trainer.report.verdict.groups import groups
+from narrowgauge.trainer.report.table.table import print_table, table_rows
 from narrowgauge.trainer.report.verdict.held_out import sampling_error
 from narrowgauge.trainer.report.verdict.rule import Judgement
-from narrowgauge.trainer.report.verdict.verdict import Verdict, has_validation, known_of, verdicts
+from narrowgauge.trainer.report.verdict.verdict import Verdict, known_of, verdicts
 
 
-def table_notes(runs: Sequence[Run]) -> list[str]:
+def table_notes(runs: Sequence[Run], found: Sequence[Verdict] = ()) -> list[str]:
     """The notes needed to read the rows."""
-    notes = _gap_notes(runs) if len(groups(runs)) > 1 else []
+    found = found or verdicts(runs)
+    notes = _gap_notes(runs, found) if len(found) > 1 else []
     if any(run.steps for run in runs):
         notes.append(f"Train loss: mean over the last {FINAL_STEPS} steps; speed, MFU: medians over the run.")
     if any(run.backend == "emulated" for run in runs):
@@ -56,11 +53,10 @@ def _warmup_note(runs: Sequence[Run]) -> list[str]:
     return [f"{text}. A longer warm-up, a lower rate, or model.initial_std = 0 avoids it."]
 
 
-def _gap_notes(runs: Sequence[Run]) -> list[str]:
+def _gap_notes(runs: Sequence[Run], found: Sequence[Verdict]) -> list[str]:
     """Notes on gaps, intervals and seeds."""
-    all_verdicts = verdicts(runs)
-    reference, others = all_verdicts[0], all_verdicts[1:]
-    loss = "validation" if has_validation(runs) else "train"
+    reference, *others = found
+    loss = "validation" if reference.by_validation else "train"
     notes = [
         f"Gap: {loss} loss in percent above (+) or below (-) that of {reference.name} with the same seed, at "
         "equal tokens."
@@ -71,7 +67,7 @@ def _gap_notes(runs: Sequence[Run]) -> list[str]:
     notes += [
         f"{v.name} is a control: judged alone, and not counted among the variants."
         for v in others
-        if v.is_control
+        if v.is_control and v.rung == reference.rung
     ]
     if any(v.gap is not None and v.half_width is None for v in others):
         notes.append(
@@ -104,13 +100,14 @@ def _interval_note(judged: Sequence[Judgement]) -> str:
 
 def _held_out_note(runs: Sequence[Run], judged: Sequence[Judgement]) -> list[str]:
     """How far the held-out tokens move gaps, if that is most of what seeds deviate or no seeds tell."""
-    if (error := sampling_error(runs)) is None or not error.percent:
+    last = runs[0].final_validation
+    if not (error := sampling_error(runs)) or last is None:
         return []
     deviations = [one.spread.deviation for one in judged if one.spread is not None]
-    if deviations and error.percent**2 < min(deviations) ** 2 / 2:
+    if deviations and error**2 < min(deviations) ** 2 / 2:
         return []
     share = ", most of what seeds deviate" if deviations else ""
-    text = f"The {error.tokens:,} held-out tokens alone make a gap deviate by {error.percent:.2g} %{share}"
+    text = f"The {last.held_out:,} held-out tokens alone make a gap deviate by {error:.2g} %{share}"
     batches = runs[0].setting("validation", "batches")
     how = f" (--validation.batches {4 * batches}, or [experiment] held_out_tokens)" if batches else ""
     return [f"{text}; four times as many{how} halve that."]
@@ -140,7 +137,7 @@ def _other_text_note(runs: Sequence[Run]) -> list[str]:
 
 def _unpaired_note(v: Verdict, reference: Verdict) -> str:
     """The seeds of a variant without a partner; "" if all have one, or a run failed."""
-    unpaired = sorted(set(v.seeds) - set(v.paired))
+    unpaired = sorted(set(v.runs) - set(v.gaps))
     if not unpaired or v.has_failed or reference.has_failed:
         return ""
     listed, one = ", ".join(map(str, unpaired)), len(unpaired) == 1
@@ -161,35 +158,14 @@ def _mfu_note(runs: Sequence[Run]) -> list[str]:
     return [f"MFU does not compare here, since the runs have different yardsticks: {listed}."]
 
 
-def print_comparison(runs: Sequence[Run], console: Console) -> None:
+def print_comparison(runs: Sequence[Run], console: Console, found: Sequence[Verdict] = ()) -> None:
     """Print the table with notes below, and for several runs the verdict in words.
 
     A variant with several seeds is one row; the page also has a row for each seed.
     """
-    rows = [row.cells for row in table_rows(runs) if not row.is_seed]
-    print_table(rows, console)
-    for note in table_notes(runs):
+    if runs or found:
+        print_table([row.cells for row in table_rows(runs, found) if not row.is_seed], console)
+    for note in table_notes(runs, found) if runs else ():
         console.print(note, style="dim", markup=False, highlight=False)
-    if len(runs) > 1 or runs[0].status != "done":
-        console.print("\n" + " ".join(summary(runs)), style="bold", markup=False, highlight=False)
-
-
-def print_table(rows: Sequence[dict[str, str]], console: Console) -> None:
-    """Print rows with the same keys; a narrow terminal gets the transposed table."""
-    is_number = [column not in TEXT_COLUMNS for column in rows[0]]
-    table = _table([list(rows[0])] + [list(row.values()) for row in rows], is_number)
-    unbounded = console.options.update(max_width=10_000)
-    if Measurement.get(console, unbounded, table).maximum > console.width:
-        lines = [[column, *(row[column] for row in rows)] for column in rows[0]]
-        table = _table(lines, [False, *(True for _ in rows)])
-    console.print(table)
-
-
-def _table(lines: Sequence[Sequence[str]], is_number: Sequence[bool]) -> Table:
-    """A table with the first line as head; numeric columns are right-aligned."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for head, right in zip(lines[0], is_number, strict=True):
-        table.add_column(escape(head), justify="right" if right else "left", overflow="fold")
-    for line in lines[1:]:
-        table.add_row(*map(escape, line))
-    return table
+    if len(runs) > 1 or any(run.status != "done" for run in runs):
+        console.print("\n" + " ".join(summary(runs, found)), style="bold", markup=False, highlight=False)

@@ -7,24 +7,26 @@ unless its interval excludes zero: the order of losses of single seeds is mostly
 import math
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from narrowgauge.system.t_interval import CONFIDENCE
-from narrowgauge.system.units import human_count, percent_range, signed_percent
+from narrowgauge.system.units import human_count, signed_percent
 from narrowgauge.trainer.report.read.run import ENDED, Run
-from narrowgauge.trainer.report.verdict.gap import format_loss
+from narrowgauge.trainer.report.table.table import ends, format_loss
 from narrowgauge.trainer.report.verdict.rule import MARGIN
-from narrowgauge.trainer.report.verdict.verdict import Verdict, has_validation, verdicts
+from narrowgauge.trainer.report.verdict.verdict import Verdict, verdicts
 
 MOST = 4  # names in one sentence
 _CLASS = re.compile(r"^[A-Z][A-Za-z]+: ")  # the error class that a status begins with
 
 
-def summary(runs: Sequence[Run]) -> list[str]:
-    """The result of one run, or the verdict on several, in sentences."""
+def summary(runs: Sequence[Run], found: Sequence[Verdict] = ()) -> list[str]:
+    """The result of one run, or the verdict on several, at the highest rung, in sentences."""
     if len(runs) == 1:
         return _failures(runs) + _of_one(runs[0])
-    all_verdicts = verdicts(runs)
-    return _failures(runs) + _of_many(all_verdicts, has_validation(runs)) + _unfinished(runs)
+    found = found or verdicts(runs)
+    top = [one for one in found if one.rung == found[0].rung]
+    return _failures(runs) + _of_many(top) + _unfinished(runs)
 
 
 def reason_of_end(run: Run) -> str:
@@ -91,56 +93,46 @@ def _last_loss(run: Run) -> str:
     return "; ".join(found) or "no loss was finite"
 
 
-def _of_many(all_verdicts: Sequence[Verdict], by_validation: bool) -> list[str]:
+def _of_many(found: Sequence[Verdict]) -> list[str]:
     """The verdicts: proven differences, then what is not proven, then what cannot be compared."""
-    reference, others = all_verdicts[0], [v for v in all_verdicts[1:] if not v.has_failed]
-    loss = "validation loss" if by_validation else "train loss"
-    if len(all_verdicts) == 1:
+    reference, others = found[0], [v for v in found[1:] if not v.has_failed]
+    loss = "validation loss" if reference.by_validation else "train loss"
+    if len(found) == 1:
         spread = "" if reference.loss_deviation is None else f" ± {reference.loss_deviation:.4f}"
-        count = _count(len(reference.seeds), "seed")
+        count = _count(len(reference.runs), "seed")
         return [f"{reference.name}: {loss} {format_loss(reference.loss)}{spread}, {count}."]
 
-    def of(*words: str) -> list[Verdict]:
-        return [v for v in others if v.conclusion in words]
-
-    to = reference.name
-    apart = of("nothing to compare")
-    early = [v for v in apart if not (v.is_done and (reference.is_done or reference.has_failed))]
-    late = [v for v in apart if v not in early]
-    why = f"Not compared with {to}, of which a run failed:"
-    if not reference.has_failed:
-        why = f"Not compared, because {to}'s seed or tokens are missing:"
-    waiting = [v for v in of("not finite") if v.loss is not None and math.isfinite(v.loss)]
-    broken = [v for v in of("not finite") if v not in waiting]
-    proven = [v for v in others if v.is_proven]
+    to, proven = reference.name, [v for v in others if v.is_proven]
     sentences = [
         f"{v.name} ends {_compared(v, to)}: {_gap(v)} {loss} ({_interval(v)})." for v in proven[:MOST]
     ]
     if len(proven) > MOST:
         sentences.append(f"Proven differences from {to}, besides: {len(proven) - MOST} more.")
-    listed: list[tuple[list[Verdict], str, Callable[[Verdict], str]]] = [
-        (
-            of("no difference seen"),
-            f"No difference from {to} is proven for",
-            lambda v: f"{_gap(v)}, {_interval(v)}",
-        ),
-        (
-            of(f"equal within {MARGIN} %"),
-            f"Equal to {to} within {MARGIN} %:",
-            lambda v: f"{_gap(v)}, {_interval(v)}",
-        ),
-        (of("equal"), f"Equal to {to} in every seed:", lambda v: _count(len(v.paired), "seed")),
-        (broken, "No longer finite:", lambda v: "a loss is NaN or infinite"),
-        (waiting, f"Not compared, for a loss of {to} is NaN or infinite:", lambda v: ""),
-        (early, f"Not compared with {to} yet, since one of the two has not come far enough:", lambda v: ""),
-        (late, why, lambda v: ""),
-    ]
-    sentences += [f"{begin} {_names(found, what)}." for found, begin, what in listed if found]
-    if found := of("open"):
-        sentences.append(
-            f"Open: one seed proves no difference. The gaps in {loss} to {to}: {_names(found, _gap)}."
-        )
+    equal = f"equal within {MARGIN} %"
+    for words, begin, what in (
+        (("no difference seen",), f"No difference from {to} is proven for", _measured),
+        ((equal,), f"Equal to {to} within {MARGIN} %:", _measured),
+        (("equal",), f"Equal to {to} in every seed:", lambda v: _count(len(v.gaps), "seed")),
+        (("not finite", "nothing to compare"), f"Not compared with {to}:", partial(_why_not, reference)),
+        (("open",), f"Open: one seed proves no difference. The gaps in {loss} to {to}:", _gap),
+    ):
+        if these := [v for v in others if v.conclusion in words]:
+            sentences.append(f"{begin} {_names(these, what)}.")
     return sentences or [f"Nothing can be compared with {to}."]
+
+
+def _why_not(reference: Verdict, v: Verdict) -> str:
+    """Why a variant cannot be compared."""
+    to = reference.name
+    if not all(map(math.isfinite, v.losses)):
+        return "its loss is NaN or infinite"
+    if reference.has_failed:
+        return f"a run of {to} failed"
+    if not all(map(math.isfinite, reference.losses)):
+        return f"{to}'s loss is NaN or infinite"
+    if not (v.is_done and reference.is_done):
+        return "one of the two has not come far enough"
+    return f"{to} lacks its seeds or tokens"
 
 
 def _compared(v: Verdict, to: str) -> str:
@@ -154,10 +146,11 @@ def _gap(v: Verdict) -> str:
 
 
 def _interval(v: Verdict) -> str:
-    assert v.gap is not None
-    assert v.half_width is not None
-    ends = percent_range(v.gap - v.half_width, v.gap + v.half_width)
-    return f"{100 * CONFIDENCE:.0f} % interval {ends}, {_count(len(v.paired), 'seed')}"
+    return f"{100 * CONFIDENCE:.0f} % interval {ends(v.at_once)}, {_count(len(v.gaps), 'seed')}"
+
+
+def _measured(v: Verdict) -> str:
+    return f"{_gap(v)}, {_interval(v)}"
 
 
 def _names(found: Sequence[Verdict], what: Callable[[Verdict], str]) -> str:

@@ -1,56 +1,67 @@
 """One table of several runs: the same rows for the terminal and for the page.
 
 A variant is a row: its loss, the gap to the reference, the interval of the gap, the verdict, and its cost.
-The runs of a variant with several seeds follow it. Columns without any value are left out.
+The runs of a variant with several seeds follow it, and those of an experiment at several lengths the variants
+at the lower rungs. Columns without any value are left out.
 """
 
+import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rich.console import Console
+from rich.markup import escape
+from rich.measure import Measurement
+from rich.table import Table
+
+from narrowgauge.system.t_interval import Interval
 from narrowgauge.system.units import human_bytes, human_count, percent_range, signed_percent
 from narrowgauge.trainer.report.read.run import Run
-from narrowgauge.trainer.report.verdict.gap import NOTHING, format_gap, format_loss, gap_to
-from narrowgauge.trainer.report.verdict.groups import groups, references
-from narrowgauge.trainer.report.verdict.verdict import Verdict, has_validation, verdicts
+from narrowgauge.trainer.report.verdict.groups import gap_to, mean_of, references
+from narrowgauge.trainer.report.verdict.verdict import Verdict, verdicts
 
+NOTHING = "-"
 # Left-aligned columns; the others hold values.
 TEXT_COLUMNS = ("run", "arm", "verdict", "recipe", "arithmetic", "status")
 
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table: texts by column, and the variant's number in the order of the table."""
+    """A line of the table: texts by column, and the number of its variant, the first of its name."""
 
     cells: dict[str, str]
     variant: int
     is_seed: bool = False  # one run of a variant that has several
 
 
-def table_rows(runs: Sequence[Run]) -> list[Row]:
+def table_rows(runs: Sequence[Run], found: Sequence[Verdict] = ()) -> list[Row]:
     """The rows, with equal columns in every row.
 
-    Columns: run, seeds, loss (of the validation, if there is one), gap, 95 % interval, verdict, the other
-    loss, tokens, tokens/s, memory, MFU, recipe, arithmetic, status. A star marks the speed of an emulated
-    run, which does not predict that of native formats; such a run has no MFU.
+    Columns: run, seeds, loss (of the validation, if there is one), gap, 95 % interval for all variants at
+    once, verdict, the gap by a bf16 forward pass, extra tokens, the other loss, tokens, tokens/s, memory,
+    MFU, recipe, arithmetic, status. A star marks the speed of an emulated run, which does not predict that of
+    native formats; such a run has no MFU.
+
+    Args:
+        runs: The runs, the reference first.
+        found: The verdicts, of several rungs for a measured experiment; () for those on the runs.
     """
-    all_groups = groups(runs)
-    by_validation, partners = has_validation(runs), references(all_groups)
-    is_compared = len(all_groups) > 1
-    rows = []
-    for number, (group, verdict) in enumerate(zip(all_groups, verdicts(runs), strict=True)):
-        members = list(group.runs.values())
+    found = found or verdicts(runs)
+    partners, names, rows = references(found), [one.name for one in found], []
+    for at, one in enumerate(found):
+        number, members = at if one.runs else names.index(one.name), list(one.runs.values())
+        cells = {"run": one.name, "gap": NOTHING if one.gap is None else signed_percent(one.gap)}
         if len(members) == 1:
-            cells = _run_cells(members[0], partners.get(id(members[0])), by_validation)
-            rows.append(Row(cells | _verdict_cells(verdict, is_compared), number))
-            continue
-        mean = group.mean(lambda run: run.final_train_loss)
-        cells = _variant_cells(verdict, members, by_validation, mean)
-        rows.append(Row(cells | _verdict_cells(verdict, is_compared) | {"seeds": str(len(members))}, number))
-        for seed, run in group.runs.items():
-            cells = _run_cells(run, partners.get(id(run)), by_validation) | {"seeds": f"seed {seed}"}
-            rows.append(Row(cells, number, is_seed=True))
+            cells = {"run": members[0].name, "gap": _gap(members[0], partners, one.by_validation)}
+        cells |= _figures(members) if members else {"tokens": human_count(one.tokens)}
+        cells |= _verdict_cells(one, found[0]) if len(found) > 1 else {"seeds": _count(one)}
+        rows.append(Row(cells, number))
+        for seed, run in one.runs.items() if len(members) > 1 else ():
+            cells = {"run": run.name, "seeds": f"seed {seed}", "gap": _gap(run, partners, one.by_validation)}
+            rows.append(Row(cells | _figures([run]), number, is_seed=True))
     dull = _dull_columns(runs, rows)
-    order = [column for column in _columns(by_validation) if column not in dull]
+    order = [column for column in _columns(found[0].by_validation) if column not in dull]
     kept = [column for column in order if any(row.cells.get(column, NOTHING) != NOTHING for row in rows)]
     return [
         Row({column: row.cells.get(column, NOTHING) for column in kept}, row.variant, row.is_seed)
@@ -60,78 +71,73 @@ def table_rows(runs: Sequence[Run]) -> list[Row]:
 
 def _dull_columns(runs: Sequence[Run], rows: Sequence[Row]) -> set[str]:
     """The columns that would repeat other columns or the sentences."""
-    dull = set() if any(row.is_seed for row in rows) else {"seeds"}
+    dull = set() if any(row.is_seed for row in rows) or not runs else {"seeds"}
     if len(runs) == 1:
         return dull
-    if all(row.is_seed or row.cells["recipe"] in (NOTHING, row.cells["run"]) for row in rows):
+    if all(row.is_seed or row.cells.get("recipe", NOTHING) in (NOTHING, row.cells["run"]) for row in rows):
         dull.add("recipe")
-    return dull | ({"tokens"} if len({run.tokens for run in runs}) == 1 else set())
+    return dull | ({"tokens"} if len({row.cells["tokens"] for row in rows}) == 1 else set())
 
 
 def _columns(by_validation: bool) -> list[str]:
     first, second = ("val loss", "train loss") if by_validation else ("train loss", "val loss")
+    judged = ["gap", "95 % interval", "verdict", "bf16 forward", "extra tokens"]
     rest = ["tokens", "tokens/s", "memory", "MFU", "recipe", "arithmetic", "status"]
-    return ["run", "seeds", first, "gap", "95 % interval", "verdict", second, *rest]
+    return ["run", "seeds", first, *judged, second, *rest]
 
 
-def _run_cells(run: Run, partner: Run | None, by_validation: bool) -> dict[str, str]:
-    """The cells of one run; `partner` is the reference's run with its seed."""
-    at, mfu = run.final_validation, run.mfu
-    is_last = at is None or not run.steps or at.step == run.steps[-1].step
-    validation = format_loss(run.final_val_loss) + ("" if is_last or at is None else f" at step {at.step:,}")
+def _figures(runs: Sequence[Run]) -> dict[str, str]:
+    """The cells of a run, or of the runs of a variant: means over them, with their standard deviations."""
+    tokens = sorted({run.tokens for run in runs if run.steps})
+    mfus = [run.mfu for run in runs if run.mfu is not None and run.backend != "emulated"]
+    memory, ended = mean_of(runs, "peak_memory_bytes"), sum(run.status == "done" for run in runs)
+    done = "done" if ended == len(runs) else f"{ended} of {len(runs)} done"
+    backends = " and ".join(dict.fromkeys(run.backend for run in runs if run.backend))
+    at, steps = runs[0].final_validation, runs[0].steps
+    is_early = len(runs) == 1 and at is not None and bool(steps) and at.step != steps[-1].step
     return {
-        "run": run.name,
-        "val loss": validation,
-        "train loss": format_loss(run.final_train_loss),
-        "gap": NOTHING if partner is None else format_gap(gap_to(run, partner, by_validation)),
-        "tokens": human_count(run.tokens) if run.steps else NOTHING,
-        "tokens/s": _speed(run.tokens_per_s, run.backend),
-        "memory": NOTHING if run.peak_memory_bytes is None else human_bytes(run.peak_memory_bytes),
-        "MFU": NOTHING if mfu is None or run.backend == "emulated" else f"{100 * mfu:.1f} %",
-        "recipe": run.recipe or NOTHING,
-        "arithmetic": run.backend or NOTHING,
-        "status": run.status,
+        "val loss": _loss(runs, "final_val_loss") + (f" at step {at.step:,}" if is_early and at else ""),
+        "train loss": _loss(runs, "final_train_loss"),
+        "tokens": " to ".join(map(human_count, tokens[:: max(1, len(tokens) - 1)])) or NOTHING,
+        "tokens/s": _speed(mean_of(runs, "tokens_per_s"), backends),
+        "memory": NOTHING if memory is None else human_bytes(memory),
+        "MFU": f"{100 * sum(mfus) / len(mfus):.1f} %" if mfus else NOTHING,
+        "recipe": ", ".join(dict.fromkeys(run.recipe for run in runs)) or NOTHING,
+        "arithmetic": backends or NOTHING,
+        "status": runs[0].status if len(runs) == 1 else done,
     }
 
 
-def _verdict_cells(v: Verdict, is_compared: bool) -> dict[str, str]:
+def _loss(runs: Sequence[Run], kind: str) -> str:
+    """A last loss, or the mean over several runs; none if one failed, since the others are the lucky ones."""
+    if len(runs) > 1 and any(run.has_failed for run in runs):
+        return NOTHING
+    found = [loss for run in runs if (loss := getattr(run, kind)) is not None]
+    is_spread = len(found) > 1 and all(map(math.isfinite, found))
+    spread = f" ± {statistics.stdev(found):.4f}" if is_spread else ""
+    return format_loss(sum(found) / len(found) if found else None) + spread
+
+
+def _verdict_cells(v: Verdict, reference: Verdict) -> dict[str, str]:
     """The cells of a variant's verdict, and its ratios to the reference."""
-    if not is_compared:
-        return {}
-    cells = {"seeds": str(len(v.seeds)), "verdict": verdict_text(v)}
+    cells = {"seeds": _count(v), "verdict": verdict_text(v)}
     if v.is_reference:
-        cells["gap"] = "reference"
-    else:
-        cells["95 % interval"] = _interval(v)
-        if v.speed is not None:
-            cells["tokens/s"] = f"{_speed(v.tokens_per_s, v.arithmetic)} ({v.speed:.2f}x)"
-        if v.memory is not None and v.memory_bytes is not None:
-            cells["memory"] = f"{human_bytes(v.memory_bytes)} ({v.memory:.2f}x)"
+        return cells | {"gap": "reference"}
+    extra = sum(v.extra) / len(v.extra) if v.extra else math.nan
+    forward = sum(v.bf16_gaps) / len(v.bf16_gaps) if v.bf16_gaps else math.nan
+    cells |= {"95 % interval": ends(v.at_once), "bf16 forward": percent(forward)}
+    cells["extra tokens"] = percent(extra, 1)
+    if v.tokens_per_s is not None and reference.tokens_per_s:
+        ratio = v.tokens_per_s / reference.tokens_per_s
+        cells["tokens/s"] = f"{_speed(v.tokens_per_s, v.arithmetic)} ({ratio:.2f}x)"
+    if v.memory_bytes is not None and reference.memory_bytes:
+        cells["memory"] = f"{human_bytes(v.memory_bytes)} ({v.memory_bytes / reference.memory_bytes:.2f}x)"
     return cells
 
 
-def _variant_cells(
-    v: Verdict, members: Sequence[Run], by_validation: bool, train: float | None
-) -> dict[str, str]:
-    """The cells of a variant with several seeds: means over them."""
-    spread = "" if v.loss_deviation is None else f" ± {v.loss_deviation:.4f}"
-    loss = f"{format_loss(v.loss)}{spread}"
-    mfus = [run.mfu for run in members if run.mfu is not None and run.backend != "emulated"]
-    tokens = sorted({run.tokens for run in members})
-    done = sum(run.status == "done" for run in members)
-    return {
-        "run": v.name,
-        "val loss": loss if by_validation else NOTHING,
-        "train loss": loss if not by_validation else NOTHING if v.has_failed else format_loss(train),
-        "gap": NOTHING if v.gap is None or v.is_reference else signed_percent(v.gap),
-        "tokens": " to ".join(map(human_count, tokens[:: max(1, len(tokens) - 1)])),
-        "tokens/s": _speed(v.tokens_per_s, v.arithmetic),
-        "memory": NOTHING if v.memory_bytes is None else human_bytes(v.memory_bytes),
-        "MFU": f"{100 * sum(mfus) / len(mfus):.1f} %" if mfus else NOTHING,
-        "recipe": ", ".join(dict.fromkeys(run.recipe for run in members)) or NOTHING,
-        "arithmetic": v.arithmetic or NOTHING,
-        "status": "done" if done == len(members) else f"{done} of {len(members)} done",
-    }
+def _count(v: Verdict) -> str:
+    """How many seeds a variant has."""
+    return str(len(v.runs) or len(v.gaps)) + (f", {v.diverged} diverged" if v.diverged else "")
 
 
 def verdict_text(v: Verdict) -> str:
@@ -139,14 +145,57 @@ def verdict_text(v: Verdict) -> str:
     return v.conclusion + ("" if v.is_done or v.has_failed or v.is_reference else " (unfinished)")
 
 
+def format_loss(loss: float | None) -> str:
+    """A loss with four decimals, "not finite", or "-" for None."""
+    if loss is None:
+        return NOTHING
+    return f"{loss:.4f}" if math.isfinite(loss) else "not finite"
+
+
+def _gap(run: Run, partners: dict[int, Run], by_validation: bool) -> str:
+    """The gap of a run to its partner, with the tokens of the comparison if a run continued."""
+    partner = partners.get(id(run))
+    if partner is None or (gap := gap_to(run, partner, by_validation)) is None:
+        return NOTHING
+    text = signed_percent(gap.percent)
+    return text if gap.final else f"{text} at {human_count(gap.tokens)}"
+
+
+def percent(value: float, digits: int = 2) -> str:
+    """A signed percentage, "-" for NaN.
+
+    >>> percent(0.123), percent(-0.001), percent(float("nan"))
+    ('+0.12 %', '0.00 %', '-')
+    """
+    return NOTHING if math.isnan(value) else signed_percent(value, digits)
+
+
+def ends(interval: Interval) -> str:
+    """Both ends of an interval in percent, "-" where they are not finite."""
+    return percent_range(interval.low, interval.high) if math.isfinite(interval.low) else NOTHING
+
+
 def _speed(tokens_per_s: float | None, backend: str) -> str:
     star = "*" if "emulated" in backend else ""
     return NOTHING if tokens_per_s is None else f"{human_count(tokens_per_s)}{star}"
 
 
-def _interval(v: Verdict) -> str:
-    if v.gap is None or v.half_width is None:
-        return NOTHING
-    if not (abs(v.gap) < float("inf") and abs(v.half_width) < float("inf")):
-        return NOTHING
-    return percent_range(v.gap - v.half_width, v.gap + v.half_width)
+def print_table(rows: Sequence[dict[str, str]], console: Console) -> None:
+    """Print rows with the same keys; a narrow terminal gets the transposed table."""
+    is_number = [column not in TEXT_COLUMNS for column in rows[0]]
+    table = _table([list(rows[0])] + [list(row.values()) for row in rows], is_number)
+    unbounded = console.options.update(max_width=10_000)
+    if Measurement.get(console, unbounded, table).maximum > console.width:
+        lines = [[column, *(row[column] for row in rows)] for column in rows[0]]
+        table = _table(lines, [False, *(True for _ in rows)])
+    console.print(table)
+
+
+def _table(lines: Sequence[Sequence[str]], is_number: Sequence[bool]) -> Table:
+    """A table with the first line as head; numeric columns are right-aligned."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for head, right in zip(lines[0], is_number, strict=True):
+        table.add_column(escape(head), justify="right" if right else "left", overflow="fold")
+    for line in lines[1:]:
+        table.add_row(*map(escape, line))
+    return table

@@ -11,16 +11,14 @@ A comparison is judged by the published points alone, never by its own.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from narrowgauge.forecast import OWN, Forecast, Forecaster, Observed, described
 from narrowgauge.recipes import Recipe, parse_recipe, recipe
 from narrowgauge.system.errors import UserError
 from narrowgauge.trainer.report.read.run import Run
-from narrowgauge.trainer.report.verdict.groups import Group, groups
-from narrowgauge.trainer.report.verdict.rule import Judgement
-from narrowgauge.trainer.report.verdict.verdict import gaps_of, judged, known_of, size_of
+from narrowgauge.trainer.report.verdict.verdict import Verdict, known_of, size_of, verdicts
 
 _RARE = 0.05
 
@@ -76,24 +74,13 @@ class Expectation:
 
 def expectations(runs: Sequence[Run]) -> list[Expectation]:
     """The expectation of each variant whose recipe, size and length are known."""
-    all_groups = groups(runs)
-    gaps, found = judged(all_groups)
-    forecaster = Forecaster()
-    results = []
-    for number, group in enumerate(all_groups):
-        run = next(iter(group.runs.values()))
-        of_run, size = recipe_of(run), size_of(run)
-        if not number or group.is_control or not gaps[number] or of_run is None or not size:
-            continue
-        tokens = _tokens(group, all_groups[0])
-        forecast = forecaster.forecast(of_run, size, tokens, of_run.name)
-        mean = sum(gaps[number].values()) / len(gaps[number])
-        if not math.isfinite(mean):
-            continue
-        deviation = _deviation(found.get(number), run, len(gaps[number]))
-        predicted = forecast.predicted
-        probability = None if predicted is None else predicted.probability_above(mean, deviation)
-        results.append(Expectation(group.name, mean, forecast, probability))
+    forecaster, results = Forecaster(), []
+    for one, own, size in _known(runs):
+        forecast = forecaster.forecast(own, size, one.tokens, own.name)
+        predicted, mean = forecast.predicted, one.alone.mean
+        if math.isfinite(mean):
+            probability = None if predicted is None else predicted.probability_above(mean, _deviation(one))
+            results.append(Expectation(one.name, mean, forecast, probability))
     return results
 
 
@@ -102,20 +89,21 @@ def own_points(runs: Sequence[Run]) -> tuple[list[Observed], dict[str, Recipe]]:
 
     Runs that were compared with one reference are one list: the first run's variant is the reference.
     """
-    all_groups = groups(runs)
-    gaps, found = judged(all_groups)
     points, recipes = [], {}
-    for number, group in enumerate(all_groups):
-        run = next(iter(group.runs.values()))
-        of_run, size = recipe_of(run), size_of(run)
-        values = [gap for gap in gaps[number].values() if math.isfinite(gap)]
-        if not number or group.is_control or not values or of_run is None or not size:
-            continue
-        setting = described(of_run).setting(of_run.name, size, _tokens(group, all_groups[0]), family=OWN)
-        deviation = _deviation(found.get(number), run, len(values))
-        points.append(Observed(setting, sum(values) / len(values), len(values), deviation))
-        recipes[of_run.name] = of_run
+    for one, own, size in _known(runs):
+        if values := [gap for gap in one.gaps.values() if math.isfinite(gap)]:
+            setting = described(own).setting(own.name, size, one.tokens, family=OWN)
+            points.append(Observed(setting, sum(values) / len(values), len(values), _deviation(one)))
+            recipes[own.name] = own
     return points, recipes
+
+
+def _known(runs: Sequence[Run]) -> Iterator[tuple[Verdict, Recipe, int]]:
+    """The variants with gaps whose recipe and size are known, with both; no controls."""
+    for one in verdicts(runs):
+        run = next(iter(one.runs.values()))
+        if one.gaps and not one.is_control and (own := recipe_of(run)) is not None and (size := size_of(run)):
+            yield one, own, size
 
 
 def recipe_of(run: Run) -> Recipe | None:
@@ -126,12 +114,8 @@ def recipe_of(run: Run) -> Recipe | None:
         return None
 
 
-def _tokens(group: Group, reference: Group) -> float:
-    return float(max(gap.tokens for gap in gaps_of(group, reference).values()))
-
-
-def _deviation(judgement: Judgement | None, run: Run, seeds: int) -> float:
+def _deviation(one: Verdict) -> float:
     """The deviation in percent of a mean gap: as measured, else as runs of such a length usually have."""
-    if judgement is not None and judgement.spread is not None:
-        return judgement.spread.deviation / math.sqrt(seeds)
-    return (known_of([run]) or 0.5) / math.sqrt(seeds)
+    spread = None if one.judgement is None else one.judgement.spread
+    deviation = (known_of(list(one.runs.values())) or 0.5) if spread is None else spread.deviation
+    return deviation / math.sqrt(len(one.gaps))

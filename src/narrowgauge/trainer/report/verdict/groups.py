@@ -1,16 +1,17 @@
-"""Groups runs into variants, and pairs each run with its reference.
+"""Groups runs into variants, pairs each run with its reference, and takes the gap of each pair.
 
 Runs that differ only in `training.seed`, or in the threads that they pin, are one variant; the first run's
 variant is the reference. A seed determines a run's initial weights and the order of its tokens, so a run is
-compared only with the reference's run of the same seed.
+compared only with the reference's run of the same seed. Losses fall with every token, so they are compared at
+the last number of tokens at which both runs were measured.
 """
 
 import json
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from narrowgauge.trainer.report.read.run import Run
+from narrowgauge.trainer.report.read.run import FINAL_STEPS, Run
 from narrowgauge.trainer.report.verdict.rule import is_control
 
 _AGAIN = " again"
@@ -24,16 +25,32 @@ class Group:
         name: The name of the variant: that of its runs, without their seeds.
         runs: Its runs by seed.
         is_control: Whether it repeats the reference's configuration, or has the name of a control.
+        by_validation: Whether losses are those of validations, as the reference has them, or of steps.
     """
 
     name: str
     runs: dict[int, Run]
-    is_control: bool = False
+    is_control: bool
+    by_validation: bool
 
-    def mean(self, value: Callable[[Run], float | None]) -> float | None:
-        """Mean of a value over the runs that have it; None if no run has it."""
-        values = [v for run in self.runs.values() if (v := value(run)) is not None]
-        return statistics.fmean(values) if values else None
+    @property
+    def has_failed(self) -> bool:
+        """Whether a run has."""
+        return any(run.has_failed for run in self.runs.values())
+
+    @property
+    def losses(self) -> list[float]:
+        """The last losses of the runs that have one."""
+        found = (
+            run.final_val_loss if self.by_validation else run.final_train_loss for run in self.runs.values()
+        )
+        return [loss for loss in found if loss is not None]
+
+
+def mean_of(runs: Iterable[Run], figure: str) -> float | None:
+    """Mean of a figure over the runs that have it; None if no run has it."""
+    values = [v for run in runs if (v := getattr(run, figure)) is not None]
+    return statistics.fmean(values) if values else None
 
 
 def groups(runs: Sequence[Run]) -> list[Group]:
@@ -49,12 +66,14 @@ def groups(runs: Sequence[Run]) -> list[Group]:
             key += _AGAIN
         by_variant.setdefault(key, {})[run.seed] = run
     first = next(iter(by_variant), "")
+    # The reference decides for all: a pair whose run has not been validated yet waits.
+    by_validation = any(run.final_validation is not None for run in by_variant.get(first, {}).values())
     found: list[Group] = []
     for key, members in by_variant.items():
         run = next(iter(members.values()))
         name = run.name.removesuffix(f"-seed-{run.seed}")
-        repeats = key.startswith(first + _AGAIN)
-        found.append(Group(name, members, repeats or (bool(found) and is_control(name, found[0].name))))
+        repeats = key.startswith(first + _AGAIN) or (bool(found) and is_control(name, found[0].name))
+        found.append(Group(name, members, repeats, by_validation))
     return found
 
 
@@ -71,3 +90,37 @@ def references(all_groups: Sequence[Group]) -> dict[int, Run]:
         for seed, run in group.runs.items()
         if seed in reference
     }
+
+
+@dataclass(frozen=True)
+class Gap:
+    """The excess of a loss over another, the tokens of the comparison, and whether both runs end there."""
+
+    percent: float
+    nats: float
+    tokens: int
+    final: bool
+
+
+def gap_to(run: Run, first: Run, by_validation: bool) -> Gap | None:
+    """The gap of `run` to `first` at the last equal number of tokens; None if no number is equal.
+
+    It compares validation losses, or means of the last 10 train losses at equal tokens. All pairs of a
+    comparison take the same kind.
+    """
+    losses, reference = (_by_tokens(one, by_validation) for one in (run, first))
+    equal = [tokens for tokens in losses if tokens in reference][-1 if by_validation else -FINAL_STEPS :]
+    base = sum(reference[tokens] for tokens in equal)
+    if not base:
+        return None
+    excess = sum(losses[tokens] for tokens in equal) - base
+    return Gap(
+        100 * excess / base, excess / len(equal), equal[-1], final=equal[-1] == max(losses) == max(reference)
+    )
+
+
+def _by_tokens(run: Run, by_validation: bool) -> dict[int, float]:
+    """The losses by tokens, without the validation before training, which all runs share."""
+    if by_validation:
+        return {at.tokens: at.val_loss for at in run.validation if at.tokens > 0}
+    return {at.tokens: at.loss for at in run.steps}

@@ -14,7 +14,6 @@ error, and by 0.06 % on 16 times as many.
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from narrowgauge.trainer.report.read.run import Run
 from narrowgauge.trainer.report.verdict.groups import groups, references
@@ -22,34 +21,21 @@ from narrowgauge.trainer.report.verdict.groups import groups, references
 LEAST_PARTS = 4
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingError:
-    """The error of a gap from its held-out tokens.
+def sampling_error(runs: Sequence[Run]) -> float | None:
+    """The error of gaps from their held-out tokens in percent; None without pairs on the same tokens.
 
-    Attributes:
-        tokens: The number of held-out tokens.
-        percent: The standard deviation of a gap that they cause, in percent of the loss.
+    It is the root mean square over all pairs.
     """
-
-    tokens: int
-    percent: float
-
-
-def sampling_error(runs: Sequence[Run]) -> SamplingError | None:
-    """The root mean square over all pairs whose last validations took the same tokens; None without any."""
-    reference_of = references(groups(runs))
-    errors, tokens = [], 0
+    reference_of, errors = references(groups(runs)), []
     for run in runs:
         reference = reference_of.get(id(run))
         mine, base = run.final_validation, None if reference is None else reference.final_validation
-        if mine is None or base is None or mine.tokens != base.tokens or mine.held_out != base.held_out:
+        if mine is None or base is None or (mine.tokens, mine.held_out) != (base.tokens, base.held_out):
             continue
-        if len(mine.parts) != len(base.parts) or len(mine.parts) < LEAST_PARTS:
-            continue
-        if math.isfinite(error := error_percent(mine.parts, base.parts, base.val_loss)):
-            errors.append(error)
-            tokens = mine.held_out
-    return SamplingError(tokens, math.hypot(*errors) / math.sqrt(len(errors))) if errors else None
+        if len(mine.parts) == len(base.parts) >= LEAST_PARTS:
+            errors.append(error_percent(mine.parts, base.parts, base.val_loss))
+    errors = [error for error in errors if math.isfinite(error)]
+    return math.hypot(*errors) / math.sqrt(len(errors)) if errors else None
 
 
 def error_percent(losses: Sequence[float], reference: Sequence[float], loss: float) -> float:

@@ -1,9 +1,16 @@
-"""Verdicts over several seeds: each variant compared with the reference, with a confidence interval.
+"""The verdict on each arm at each rung: its gaps to the reference in pairs, judged by the one `rule`.
 
 A seed determines a run's initial weights and the order of its tokens, so two runs with the same seed share
-most of their luck, and the gap is measured in pairs: gap_i = loss_i / reference_i - 1 at equal tokens for
-each seed i. The verdict is on the mean of these gaps, by the one `rule`: the deviation of gaps is pooled over
-the variants, and intervals hold for all variants at once.
+most of their luck, and the gap is measured in pairs: gap_i = 100 (loss_i / reference_i - 1) at equal tokens
+for each seed i. The verdict is on the mean of these gaps: their deviation is pooled over the arms of a rung,
+and intervals hold for all of them at once.
+
+A comparison by seeds has one rung, and its gaps are those of run directories (`verdicts`). An experiment at
+several lengths also has rows (`rows`), from which `row_verdicts` takes gaps at each rung, those of a bf16
+forward pass, and the extra tokens: the percentage that the arm needs beyond the reference's to reach its
+loss. The reference's loss with the same seed is read off as a function of its tokens D: between two rungs
+ln L is linear in ln D, and outside them the line through the nearest two rungs is extended. If D' is where
+the reference has the arm's loss at D, the extra tokens are 100 (D / D' - 1).
 
 One seed has a gap but no interval. The spread of the gap along one curve (a block bootstrap over its steps)
 cannot replace it: two trajectories that have separated stay apart. With 8 seeds of a tiny model it measured
@@ -13,37 +20,55 @@ cannot replace it: two trajectories that have separated stay apart. With 8 seeds
 
 import math
 import statistics
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from narrowgauge.system.errors import UserError
+from narrowgauge.system.t_interval import Interval, interval
 from narrowgauge.trainer.models import count_block_weights, model_config
 from narrowgauge.trainer.report.read.run import ENDED, Run
 from narrowgauge.trainer.report.read.steps import warmup_spikes
-from narrowgauge.trainer.report.verdict.gap import Gap, gap_to
-from narrowgauge.trainer.report.verdict.groups import Group, groups
-from narrowgauge.trainer.report.verdict.rule import Judgement, judge, known_deviation
+from narrowgauge.trainer.report.verdict.groups import Gap, Group, gap_to, groups, mean_of
+from narrowgauge.trainer.report.verdict.rows import DIVERGED, Row
+from narrowgauge.trainer.report.verdict.rule import UNDECIDED, Judgement, is_control, judge, known_deviation
+
+NAN = math.nan
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """One variant against the reference. Gaps in percent, ratios to the reference; None if unknown."""
+class Verdict(Group):
+    """One arm at one rung against the reference, in percent; the rows of another machine have no runs.
 
-    name: str
-    is_reference: bool
-    is_control: bool  # a repeat of the reference, or a null arm, which measures the noise
-    seeds: tuple[int, ...]  # all seeds of the variant
-    paired: tuple[int, ...]  # the seeds that the reference also has, with losses at equal tokens
-    loss: float | None  # mean validation loss over seeds, or train loss if there is no validation
-    loss_deviation: float | None  # standard deviation over the seeds
-    judgement: Judgement | None  # of the gaps of the paired seeds
-    tokens_per_s: float | None
-    speed: float | None
-    memory_bytes: float | None
-    memory: float | None
-    arithmetic: str
-    is_done: bool  # all runs are done, and the reference's have ended, so the verdict is final
-    has_failed: bool  # a run has failed, which decides without statistics
+    Attributes:
+        gaps: By seed, for the seeds that both have at equal tokens; {} for the reference, and where a failed
+            run rules out a mean.
+        judgement: Of the gaps; None without any.
+        is_reference: Whether it is the reference itself.
+        is_done: Whether all runs are done, and the reference's have ended, so that the verdict is final.
+        tokens: The most tokens of a pair; 0 without any.
+        rung: The index of its length, from 1.
+        bf16_gaps: With a bf16 forward pass of the same weights, for both arms.
+        extra: The extra tokens of each seed, where they are determined.
+        diverged: The number of seeds that diverged, by the rows.
+        undecided: The conclusion if the interval includes zero.
+    """
+
+    gaps: Mapping[int, float]
+    judgement: Judgement | None
+    is_reference: bool = False
+    is_done: bool = True
+    tokens: int = 0
+    rung: int = 1
+    bf16_gaps: Sequence[float] = ()
+    extra: Sequence[float] = ()
+    diverged: int = 0
+    undecided: str = UNDECIDED
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a run failed or diverged."""
+        return bool(self.diverged) or super().has_failed
 
     @property
     def gap(self) -> float | None:
@@ -52,49 +77,105 @@ class Verdict:
 
     @property
     def half_width(self) -> float | None:
-        """Half the interval of the gap, for all variants at once; None for one seed."""
+        """Half the interval of the gap, for all arms at once; None for one seed."""
         return None if self.judgement is None else self.judgement.half_width
 
     @property
+    def at_once(self) -> Interval:
+        """The mean and its interval for all arms at once, NaN where they are unknown."""
+        mean, half = (NAN if x is None else x for x in (self.gap, self.half_width))
+        return Interval(mean, mean - half, mean + half)
+
+    @property
+    def alone(self) -> Interval:
+        """The mean and Student's interval of these gaps alone; NaN without any."""
+        return interval(list(self.gaps.values())) if self.gaps else Interval(NAN, NAN, NAN)
+
+    @property
     def is_proven(self) -> bool:
-        """Whether the rule calls the variant different from the reference."""
+        """Whether the rule calls the arm different from the reference."""
         return not self.has_failed and self.judgement is not None and self.judgement.is_different
 
     @property
     def conclusion(self) -> str:
         """The readable conclusion: better, worse, equal, ...; "open" with one seed."""
+        if self.diverged:
+            return "diverges"
         if self.has_failed:
             return "failed"
         if self.is_reference:
             return "reference"
-        return "nothing to compare" if self.judgement is None else self.judgement.word()
+        return "nothing to compare" if self.judgement is None else self.judgement.word(self.undecided)
+
+    @property
+    def loss(self) -> float | None:
+        """Mean last loss over the seeds; None if a failed run rules out a mean."""
+        is_lucky = self.has_failed and len(self.runs) > 1
+        return statistics.fmean(self.losses) if self.losses and not is_lucky else None
+
+    @property
+    def loss_deviation(self) -> float | None:
+        """Standard deviation of the loss over the seeds."""
+        is_known = len(self.losses) > 1 and self.loss is not None and math.isfinite(self.loss)
+        return statistics.stdev(self.losses) if is_known else None
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Mean over the seeds."""
+        return mean_of(self.runs.values(), "tokens_per_s")
+
+    @property
+    def memory_bytes(self) -> float | None:
+        """Mean over the seeds."""
+        return mean_of(self.runs.values(), "peak_memory_bytes")
+
+    @property
+    def arithmetic(self) -> str:
+        """ "native", "emulated", or several."""
+        return " and ".join(dict.fromkeys(run.backend for run in self.runs.values() if run.backend))
 
 
-def verdicts(runs: Sequence[Run]) -> list[Verdict]:
-    """One verdict for each variant, the reference first."""
+def verdicts(runs: Sequence[Run], in_percent: bool = True) -> list[Verdict]:
+    """One verdict for each variant, the reference first; its gaps are in percent, or in nats.
+
+    The family that shares the 5 % consists of the variants without the reference and controls.
+    """
     all_groups = groups(runs)
-    gaps, found = judged(all_groups)
-    by_validation = has_validation(runs)
+    reference = all_groups[0]
+    pairs = [{} if group is reference else _pairs(group, reference) for group in all_groups]
+    gaps = [{s: gap.percent if in_percent else gap.nats for s, gap in of.items()} for of in pairs]
+    family = [number for number, group in enumerate(all_groups) if number and not group.is_control]
+    known = known_of(runs)
+    if not in_percent:
+        known *= next(iter(reference.losses), 0.0) / 100
+    found = judge(dict(enumerate(gaps)), family, known)
     return [
-        _verdict(group, all_groups[0], by_validation, found.get(number), gaps[number])
+        Verdict(
+            **vars(group),
+            gaps=gaps[number],
+            judgement=found.get(number),
+            is_reference=group is reference,
+            is_done=all(run.status == "done" for run in group.runs.values())
+            and all(reference.runs[seed].status in ENDED for seed in gaps[number]),
+            tokens=max((gap.tokens for gap in pairs[number].values()), default=0),
+        )
         for number, group in enumerate(all_groups)
     ]
 
 
-def judged(
-    all_groups: Sequence[Group], in_percent: bool = True
-) -> tuple[list[dict[int, float]], dict[int, Judgement]]:
-    """The gaps of each variant by seed, in percent or in nats, and the judgement of each that has any.
+def _pairs(group: Group, reference: Group) -> dict[int, Gap]:
+    """The gap of each seed that both have, with losses at equal tokens.
 
-    The family that shares the 5 % consists of the variants without the reference and controls.
+    If a run of several failed, there are none, since the remaining seeds are the lucky ones.
     """
-    gaps = judged_gaps(all_groups, in_percent)
-    family = [number for number, group in enumerate(all_groups) if number and not group.is_control]
-    reference = list(all_groups[0].runs.values())
-    known = known_of([run for group in all_groups for run in group.runs.values()])
-    if not in_percent:
-        known *= (final_loss(reference[0], has_validation(reference)) or 0.0) / 100
-    return gaps, judge(dict(enumerate(gaps)), family, known)
+    if any(one.has_failed and len(one.runs) > 1 for one in (group, reference)):
+        return {}
+    return {
+        seed: gap
+        for seed, run in group.runs.items()
+        if seed in reference.runs
+        and (gap := gap_to(run, reference.runs[seed], reference.by_validation)) is not None
+    }
 
 
 def known_of(runs: Sequence[Run]) -> float:
@@ -117,101 +198,98 @@ def size_of(run: Run) -> int:
         return 0
 
 
-def has_validation(runs: Sequence[Run]) -> bool:
-    """Whether the runs are compared by validation loss instead of train loss.
+def row_verdicts(
+    rows: Sequence[Row],
+    reference: str = "",
+    family: Collection[str] = (),
+    parameters: int = 0,
+    undecided: str = UNDECIDED,
+    is_quiet: bool = False,
+) -> list[Verdict]:
+    """The verdicts on all arms but the reference, by rung and arm.
 
-    The reference decides for all: a pair whose run has not been validated yet waits.
+    Args:
+        rows: The results of runs.
+        reference: The arm that the others are compared with; "" for that of the first row.
+        family: The arms that the plan compares, which share the 5 %; () for all except reference and
+            controls.
+        parameters: Parameters in linear layers, which give the length of runs; 0 to judge by the rows alone.
+        undecided: The verdict on arms whose interval includes zero.
+        is_quiet: Whether no warm-up spikes, as far as is known (`known_deviation`).
     """
-    return any(run.final_validation is not None for run in groups(runs)[0].runs.values())
-
-
-def paired_gaps(runs: Sequence[Run]) -> dict[str, dict[int, float]]:
-    """The gaps in percent of each variant by seed."""
-    all_groups = groups(runs)
-    return {group.name: gaps for group, gaps in zip(all_groups, judged_gaps(all_groups), strict=True)}
-
-
-def judged_gaps(all_groups: Sequence[Group], in_percent: bool = True) -> list[dict[int, float]]:
-    """The gaps of each variant by seed; {} for the reference, and if a failed run rules out a mean."""
-    reference = all_groups[0]
+    if not rows:
+        return []
+    reference = reference or rows[0].arm
+    arms = [arm for arm in dict.fromkeys(row.arm for row in rows) if arm != reference]
+    family = family or [arm for arm in arms if not is_control(arm, reference)]
     found = []
-    for group in all_groups:
-        is_partial = any(_has_failed(one) and len(one.runs) > 1 for one in (group, reference))
-        # If a run of a variant failed, the remaining seeds are the lucky ones.
-        gaps = {} if group is reference or is_partial else gaps_of(group, reference)
-        found.append({seed: gap.percent if in_percent else gap.nats for seed, gap in gaps.items()})
+    for rung in sorted({row.rung for row in rows}):
+        here = [one for arm in arms if (one := _of_rows(rows, reference, arm, rung)) is not None]
+        known = known_deviation(here[0].tokens / parameters, is_quiet) if here and parameters else 0.0
+        judged = judge({one.name: one.gaps for one in here}, family, known)
+        found += [replace(one, judgement=judged.get(one.name), undecided=undecided) for one in here]
     return found
 
 
-def gaps_of(group: Group, reference: Group) -> dict[int, Gap]:
-    """The gap of each seed that both variants have, with losses at equal tokens."""
-    by_validation = has_validation(list(reference.runs.values()))
-    return {
-        seed: gap
-        for seed, run in group.runs.items()
-        if seed in reference.runs and (gap := gap_to(run, reference.runs[seed], by_validation)) is not None
-    }
-
-
-def is_finite(group: Group, by_validation: bool) -> bool:
-    """Whether all last losses of a variant are finite."""
-    losses = (final_loss(run, by_validation) for run in group.runs.values())
-    return all(loss is None or math.isfinite(loss) for loss in losses)
-
-
-def final_loss(run: Run, by_validation: bool) -> float | None:
-    """The last loss of the kind by which runs are compared."""
-    return run.final_val_loss if by_validation else run.final_train_loss
-
-
-def _verdict(
-    group: Group,
-    reference: Group,
-    by_validation: bool,
-    judgement: Judgement | None,
-    paired: Collection[int],
-) -> Verdict:
-    has_failed = _has_failed(group)
-    found = (final_loss(run, by_validation) for run in group.runs.values())
-    losses = [loss for loss in found if loss is not None]
-    if has_failed and len(group.runs) > 1:
-        losses = []
-    partners = [reference.runs[seed] for seed in paired]
-    speed, memory = group.mean(_speed), group.mean(_memory)
-    backends = dict.fromkeys(run.backend for run in group.runs.values() if run.backend)
+def _of_rows(rows: Sequence[Row], reference: str, arm: str, rung: int) -> Verdict | None:
+    """The pairs of an arm at a rung, not judged yet; None without any."""
+    mine = {row.seed: row for row in rows if (row.arm, row.rung) == (arm, rung)}
+    finished = [row for row in rows if row.arm == reference and row.status != DIVERGED]
+    base = {row.seed: row for row in finished if row.rung == rung}
+    paired = [seed for seed, row in mine.items() if row.status != DIVERGED and seed in base]
+    diverged = sum(row.status == DIVERGED for row in mine.values())
+    if not paired and not diverged:
+        return None
+    curves = {s: sorted((row.tokens, row.own_loss) for row in finished if row.seed == s) for s in paired}
+    extra = [extra_tokens(mine[seed].own_loss, mine[seed].tokens, curves[seed]) for seed in paired]
     return Verdict(
-        name=group.name,
-        is_reference=group is reference,
-        is_control=group.is_control,
-        seeds=tuple(group.runs),
-        paired=tuple(paired),
-        loss=statistics.fmean(losses) if losses else None,
-        loss_deviation=statistics.stdev(losses)
-        if len(losses) > 1 and all(map(math.isfinite, losses))
-        else None,
-        judgement=judgement,
-        tokens_per_s=speed,
-        speed=_ratio(speed, reference.mean(_speed)),
-        memory_bytes=memory,
-        memory=_ratio(memory, reference.mean(_memory)),
-        arithmetic=" and ".join(backends),
-        is_done=all(run.status == "done" for run in group.runs.values())
-        and all(run.status in ENDED for run in partners),
-        has_failed=has_failed,
+        name=arm,
+        runs={},
+        is_control=is_control(arm, reference),
+        by_validation=True,
+        gaps={seed: gap_percent(mine[seed].own_loss, base[seed].own_loss) for seed in paired},
+        judgement=None,
+        tokens=next(iter(mine.values())).tokens,
+        rung=rung,
+        bf16_gaps=[gap_percent(mine[seed].bf16_loss, base[seed].bf16_loss) for seed in paired],
+        extra=[x for x in extra if math.isfinite(x)],
+        diverged=diverged,
     )
 
 
-def _has_failed(group: Group) -> bool:
-    return any(run.has_failed for run in group.runs.values())
+def gap_percent(loss: float, reference: float) -> float:
+    """The excess of a loss in percent."""
+    return 100 * (loss / reference - 1)
 
 
-def _speed(run: Run) -> float | None:
-    return run.tokens_per_s
+def extra_tokens(loss: float, tokens: int, curve: Sequence[tuple[float, float]]) -> float:
+    """By how many percent `tokens` exceed those at which the curve has `loss`; NaN if undetermined.
+
+    >>> round(extra_tokens(2.0, 4, [(1, 4.0), (4, 2.0), (16, 1.0)]), 6)
+    0.0
+    >>> round(extra_tokens(2.0, 8, [(1, 4.0), (4, 2.0), (16, 1.0)]), 6)
+    100.0
+    """
+    points = [(math.log(d), math.log(value)) for d, value in curve]
+    if len(points) < 2 or not loss > 0:
+        return NAN
+    y = math.log(loss)
+    pieces = list(pairwise(points))
+    left, right = next((piece for piece in pieces if y >= piece[1][1]), pieces[-1])  # that falls to y
+    slope = (right[1] - left[1]) / (right[0] - left[0])
+    if slope >= 0:
+        return NAN
+    return 100 * (tokens / math.exp(left[0] + (y - left[1]) / slope) - 1)
 
 
-def _memory(run: Run) -> float | None:
-    return run.peak_memory_bytes
-
-
-def _ratio(value: float | None, base: float | None) -> float | None:
-    return value / base if value is not None and base else None
+def with_runs(of_rows: Sequence[Verdict], of_runs: Sequence[Verdict]) -> list[Verdict]:
+    """The verdicts of an experiment: on its runs at the highest rung, by rows if there are any, and below."""
+    last = max((one.rung for one in of_rows), default=1)
+    top = {one.name: one for one in of_rows if one.rung == last}
+    here = [
+        replace(top.pop(one.name), runs=one.runs, is_done=one.is_done)
+        if one.name in top
+        else replace(one, rung=last)
+        for one in of_runs
+    ]
+    return [*here, *top.values(), *(one for one in of_rows if one.rung < last)]

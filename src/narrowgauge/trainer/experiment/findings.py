@@ -1,0 +1,69 @@
+"""What a comparison shows so far: its page, its verdicts, and the gap that it will be able to detect.
+
+All of it follows from the plan that `compare` writes before its first run (comparison.json), from the run
+directories, and from the rows of a measured experiment. So the process that trains and one that watches make
+the same page.
+"""
+
+from collections.abc import Sequence
+
+from narrowgauge.trainer.experiment.power import power_text
+from narrowgauge.trainer.experiment.probe import read_probe
+from narrowgauge.trainer.report.page.html import page as page_without_script
+from narrowgauge.trainer.report.page.page import render_report
+from narrowgauge.trainer.report.page.rungs import rungs_section
+from narrowgauge.trainer.report.page.standing import standing
+from narrowgauge.trainer.report.page.subject import Subject, read_begun, rows_of
+from narrowgauge.trainer.report.read.run import Run
+from narrowgauge.trainer.report.read.stored import PlannedComparison
+from narrowgauge.trainer.report.verdict.verdict import Verdict, row_verdicts, verdicts, with_runs
+
+
+def page_of(one: Subject, states: Sequence[Run], is_live: bool = False, more: str = "") -> str:
+    """The page of a run or a comparison; before the first run only where each stands.
+
+    Args:
+        one: The run or the comparison.
+        states: How far each of its runs is; () to leave that out.
+        is_live: Whether the page is written again while the runs train.
+        more: `Markup` for its end.
+    """
+    runs, planned = read_begun(one.paths), one.planned
+    told = sight(planned, runs) if planned else []
+    section = standing({run.name: [run] for run in states}, told, one.is_compared)
+    if not runs:
+        return page_without_script(one.name, section, is_live)
+    rungs = by_rows(planned) if planned else []
+    if planned and (rows := rows_of(planned)):
+        probe = read_probe(one.folder)
+        more = rungs_section(rows, rungs, planned.parameters, probe) + more
+    command = planned.command if planned else ""
+    return render_report(runs, command, more, section, is_live, rungs)
+
+
+def by_rows(planned: PlannedComparison) -> list[Verdict]:
+    """The verdicts on the finished runs of a measured experiment, at each rung; [] for another."""
+    return row_verdicts(
+        rows_of(planned), planned.reference, planned.family, planned.parameters, is_quiet=planned.is_quiet
+    )
+
+
+def judged(planned: PlannedComparison, runs: Sequence[Run]) -> list[Verdict]:
+    """The verdicts: on the runs, the reference first, and by the rows of a measured experiment."""
+    return with_runs(by_rows(planned), verdicts(runs) if runs else [])
+
+
+def sight(planned: PlannedComparison, runs: Sequence[Run]) -> list[str]:
+    """The gap that each rung will be able to detect, given the gaps of the finished runs."""
+    of_rung = {run.rung: run for run in planned.runs if run.rung}
+    done = [run for run in runs if run.status == "done"]
+    found = by_rows(planned)
+    if not planned.rows and done and done[0] is runs[0]:
+        found = verdicts(done)
+    sentences = []
+    for rung, run in sorted(of_rung.items()):
+        gaps = {one.name: one.gaps for one in found if one.rung == rung}
+        seeds, arms = len(planned.seeds), len(planned.family)
+        text = power_text(seeds, arms, run.tokens, planned.parameters, gaps, planned.is_quiet)
+        sentences.append(f"rung {rung}: {text}" if len(of_rung) > 1 else text)
+    return sentences
