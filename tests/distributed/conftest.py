@@ -1,60 +1,26 @@
-"""Small groups of real processes, each rank a separate one."""
+"""Small groups of real processes: forked from one that has torch imported, or trainings of two ranks."""
 
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from support.fault_jobs import free_port
+from support.fault_runs import Runs
 from support.processes import Narrowgauge
 
-MEMBER = Path(__file__).with_name("coordinator_member.py")
 
-
-class Run:
-    """What the ranks of a small run left in its directory."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        path.mkdir(exist_ok=True)
-
-    @staticmethod
-    def until(arrived: Callable[[], object], seconds: float = 30.0) -> None:
-        deadline = time.monotonic() + seconds
-        while not arrived():
-            assert time.monotonic() < deadline, "it never came"
-            time.sleep(0.01)
-
-    def is_under_way(self, ranks: int = 2) -> bool:
-        return all((self.path / f"step-of-{rank}").exists() for rank in range(ranks))
-
-    def text(self, name: str) -> str:
-        return (self.path / name).read_text()
+@pytest.fixture
+def runs(narrowgauge, line, look, tmp_path):
+    made = Runs(narrowgauge, line, look, tmp_path)
+    yield made
+    made.end_all()
 
 
 @pytest.fixture
-def run(tmp_path):
-    return Run(tmp_path / "run")
-
-
-@pytest.fixture
-def port():
-    return free_port()
-
-
-@pytest.fixture
-def rank(narrowgauge, run, port):
-    """Start one rank as srun does, without torchrun: rank 0 keeps the store."""
-
-    def start(number: int, *words: str, size: int = 2, **environment: str):
-        place = {"RANK": number, "WORLD_SIZE": size, "LOCAL_RANK": number, "LOCAL_WORLD_SIZE": size}
-        place |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
-        place = {name: str(value) for name, value in place.items()} | environment
-        return narrowgauge.start(run.path, *words, script=MEMBER, **place)
-
-    return start
+def out(tmp_path):
+    """A run directory to be."""
+    return tmp_path / "run"
 
 
 @pytest.fixture(scope="session")

@@ -32,7 +32,6 @@ def inputs(device):
         "huge": numbers.sign() * 3.3e38,
         "not finite": not_finite,
         "one": torch.tensor([[-0.3]]),
-        "ties": torch.arange(-512, 512).reshape(16, 64) / 32,
         "columns of a wider one": numbers[:, 8:56],
         "transposed": numbers.T,
     }

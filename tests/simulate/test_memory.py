@@ -1,8 +1,12 @@
-"""The account of memory: counted by hand, reported by the run, equal to what was expected, and obeyed."""
+"""The account of memory: counted by hand, reported by the run, equal to what was expected, and obeyed.
+
+`train` and `plan` expect it of every recipe, on every way to divide a run in two.
+"""
 
 import pytest
 import torch
 
+from narrowgauge.distributed import ParallelDims
 from narrowgauge.kernels import choose_products
 from narrowgauge.quantization import state_of
 from narrowgauge.recipes import recipe, recipe_names
@@ -10,11 +14,14 @@ from narrowgauge.system.errors import UserError
 from narrowgauge.system.units import parse_bytes
 from narrowgauge.trainer.data import prepare
 from narrowgauge.trainer.runs.run_directory import RunDirectory
-from narrowgauge.trainer.simulate import memory
+from narrowgauge.trainer.simulate import estimate_step, memory
 from narrowgauge.trainer.simulate.memory import MemoryTracker
 from narrowgauge.trainer.simulate.memory_estimate import estimate_memory
+from narrowgauge.trainer.simulate.step import simulate_step
 from narrowgauge.trainer.training import make_config
 from narrowgauge.trainer.training.step.trainer import Trainer
+from support.covering import covering, properties_of
+from support.runs import config_of
 
 CPU = torch.device("cpu")
 WIDE = {"model.dim": 128, "model.ffn_dim": 256}  # matrices large enough for narrow moments
@@ -144,3 +151,39 @@ def test_bytes_a_parameter_of_linear_weights(name):
     wanted = {"msamp-o1": 11, "msamp-o2": 6, "msamp-o3": 7}[name]
     assert wanted <= total / sum(p.numel() for p in linear) < wanted * 1.01
     assert recipe(name).state["grad"].prescale
+
+
+KINDS = ("tensor", "context", "shard", "pipeline")
+COVERING = covering({name: properties_of(name) for name in recipe_names()}, {kind: [kind] for kind in KINDS})
+# Two processes divide every dimension and the tokens into multiples of 128, the largest block of a recipe.
+MODEL = {"dim": 256, "heads": 2, "kv_heads": 2, "ffn_dim": 512, "layers": 2, "vocab_size": 256}
+
+
+@pytest.mark.tier("thorough", keep=4, nightly=8)
+@pytest.mark.parametrize(("recipe", "kind"), COVERING)
+def test_every_recipe_has_an_estimate_on_two_processes(recipe, kind):
+    step = estimate_step(config_of(recipe, MODEL, 256, {kind: 2}, batch_size=4), ParallelDims(**{kind: 2}))
+    assert step.memory.device["weights"] > 0
+    assert step.memory.peak > step.memory.state
+    assert sum(step.sent.values()) > 0
+
+
+@pytest.mark.tier("thorough", nightly=2)
+@pytest.mark.parametrize("recipe", ["msamp-o2", "bf16"])
+@pytest.mark.parametrize(
+    "dims",
+    [
+        ParallelDims(pipeline=4, shard=2),
+        ParallelDims(pipeline=2, shard=2, chunks=2),
+        ParallelDims(pipeline=2, tensor=2),
+    ],
+    ids=lambda dims: f"{dims.text} chunks {dims.chunks}",
+)
+def test_few_micro_batches_tell_what_all_of_a_pipeline_send_and_keep(recipe, dims):
+    values = config_of(recipe, MODEL | {"layers": 4}, 256, batch_size=24 * dims.data)
+    estimated = estimate_step(values, dims)
+    ranks = (0, dims.size - dims.size // dims.pipeline)
+    whole = [simulate_step(values, 12, dims, rank) for rank in ranks]
+    heaviest = max(whole, key=lambda step: step.memory.peak)
+    assert estimated.memory == heaviest.memory
+    assert estimated.sent == heaviest.sent[-1] - heaviest.sent[0]
