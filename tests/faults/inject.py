@@ -10,7 +10,6 @@ import os
 import runpy
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -50,38 +49,13 @@ def gradient(steps: Iterable[int], factor: float, layer: str = "blocks.1.down") 
     in_steps(steps, lambda trainer: trainer.model.get_submodule(layer).register_forward_hook(hook).remove)
 
 
-def output(steps: Iterable[int], factor: float, layer: str = "norm", data: str = "") -> None:
-    """What a layer puts out is multiplied: a batch on which the model is surprisingly wrong.
-
-    With `data`, a file, the fault is that of the sequences which this rank first met in such a step: whoever
-    comes to the step again with others is spared.
-    """
-    ids: list[Any] = []
-    data = data and f"{data}.{RANK}"
-
-    def of_these() -> bool:
-        if not data:
-            return True
-        if not os.path.exists(data):
-            with open(data, "w") as file:
-                json.dump(ids, file)
-        with open(data) as file:
-            return json.load(file) == ids
-
-    def see(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-        ids[:] = inputs[0].tolist()
+def output(steps: Iterable[int], factor: float, layer: str = "norm") -> None:
+    """What a layer puts out is multiplied: a batch on which the model is surprisingly wrong."""
 
     def hook(module: torch.nn.Module, inputs: Any, y: torch.Tensor) -> torch.Tensor:
-        return y * factor if torch.is_grad_enabled() and of_these() else y
+        return y * factor if torch.is_grad_enabled() else y
 
-    def spoil(trainer: Trainer) -> Undo:
-        handles = [
-            trainer.model.embedding.register_forward_pre_hook(see),
-            trainer.model.get_submodule(layer).register_forward_hook(hook),
-        ]
-        return lambda: [handle.remove() for handle in handles] and None
-
-    in_steps(steps, spoil)
+    in_steps(steps, lambda trainer: trainer.model.get_submodule(layer).register_forward_hook(hook).remove)
 
 
 def outgrow(first: int, factor: float = 1024.0) -> None:
@@ -187,47 +161,13 @@ def record_tokens(file: str) -> None:
     Trainer.train_step = train_step  # type: ignore[method-assign]
 
 
-def slow_disk(seconds: float) -> None:
-    """Whatever is made durable takes so much longer, in whichever thread."""
-    sync = os.fsync
-
-    def fsync(descriptor: Any) -> None:
-        time.sleep(seconds)
-        sync(descriptor)
-
-    os.fsync = fsync
-
-
 def clock(after_s: float, back_s: float) -> None:
     """Some time after the start, the wall clock is set back."""
     now, start = time.time, time.monotonic()
     time.time = lambda: now() - (back_s if time.monotonic() - start > after_s else 0)
 
 
-def record_points(file: str) -> None:
-    """Every crash point that is passed is written down, as NARROWGAUGE_CRASH_AT would name it."""
-
-    def profile(frame: Any, event: str, argument: Any) -> None:
-        if event == "call" and frame.f_code.co_name == "crash_point":
-            with open(file, "a") as out:
-                out.write(frame.f_locals["name"] + "\n")
-
-    sys.setprofile(profile)
-    threading.setprofile(profile)
-
-
-KINDS = (
-    gradient,
-    output,
-    outgrow,
-    flip,
-    stop,
-    signals,
-    slow_disk,
-    clock,
-    record_tokens,
-    record_points,
-)
+KINDS = (gradient, output, outgrow, flip, stop, signals, clock, record_tokens)
 
 
 def main() -> None:

@@ -68,15 +68,6 @@ def test_dimensions_that_divide_into_nothing(runs, out, recipe):
     )
 
 
-@case("B3", tier="thorough")
-def test_a_batch_that_the_ranks_do_not_divide(runs, out):
-    ended = runs.start(runs.words({"training.batch_size": 8}), out, 3).wait(60)
-    assert set(ended.codes) == {2}
-    assert "set --training.batch_size 9" in ended.err
-    assert "Traceback" not in ended.err
-    assert not (out / "metrics.jsonl").exists()
-
-
 @case("B4", tier="thorough")
 def test_between_sharding_and_sharding_with_tensor_parallelism(runs, out):
     changes = BATCH | {"recipe.name": "mxfp8", "model.kv_heads": 4}  # whole blocks on each of two

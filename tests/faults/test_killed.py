@@ -1,19 +1,15 @@
 """A. Killed at any moment, the same line again: every digit is that of the undisturbed run.
 
-One driver: `ends`, how a run is ended again and again, and `continues`, to what it comes at last. The points
-inside a save are `checkpoint/store/test_crash_points.py`; here the command passes them.
+Points inside a save: `checkpoint/store/test_crash_points.py`; each recipe: `training/step/test_recipes.py`.
 """
 
 import random
-import re
 import secrets
 import signal
 import time
 
 import pytest
 
-from narrowgauge.recipes import recipe_names
-from narrowgauge.trainer.checkpoint import steps
 from support.fault_jobs import alive
 from support.fault_runs import WIDE, contents
 from support.fault_table import LATER, RANKS, case
@@ -64,14 +60,17 @@ def test_deaths_inside_steps_leave_no_trace(runs, out, tmp_path, ranks):
     assert {name for name in before if before[name] != after[name]} <= {".lock", "report.html"}
 
 
-def campaign(runs, tmp_path, changes, ranks, wanted):
-    """SIGKILL of all ranks at random moments, `wanted` times, in as many runs as that takes."""
-    seed = secrets.randbits(32)
+@case("A1", "E6")
+@RANKS
+@pytest.mark.parametrize("name", ["bf16", "fp8-delayed", "mxfp8", "nvfp4", "msamp-o2"])
+def test_fifty_kills_leave_no_trace(runs, tmp_path, name, ranks):
+    """SIGKILL of all ranks at random moments, in as many runs as that takes."""
+    changes, seed = (WIDE if name == "msamp-o2" else {}) | {"recipe.name": name}, secrets.randbits(32)
     print(f"delays from random.Random({seed})")
     rng, longest, kills = random.Random(seed), runs.seconds(changes, ranks), 0
-    while kills < wanted:
+    while kills < 50:
         out = tmp_path / f"killed-{kills}"
-        while kills < wanted:
+        while kills < 50:
             job = runs.start(runs.words(changes), out, ranks)
             time.sleep(rng.uniform(0, longest))
             ended = job.kill()
@@ -83,73 +82,6 @@ def campaign(runs, tmp_path, changes, ranks, wanted):
             continues(runs, out, changes, ranks)
         assert runs.look(out).trajectory == runs.undisturbed(changes, ranks).trajectory
         assert len(runs.look(out).events("done")) == 1
-
-
-@case("A1", "E6")
-@RANKS
-@pytest.mark.parametrize("name", ["bf16", "fp8-delayed", "mxfp8", "nvfp4", "msamp-o2"])
-def test_fifty_kills_leave_no_trace(runs, tmp_path, name, ranks):
-    campaign(runs, tmp_path, (WIDE if name == "msamp-o2" else {}) | {"recipe.name": name}, ranks, 50)
-
-
-OTHERS = {
-    "tied head": {"model.name": "gpt2-debug", "model.kv_heads": 4},
-    "recompute": {"training.recompute": True, "training.micro_batch_size": 2},
-    "muon": WIDE | {"recipe.name": "msamp-o3", "optimizer.name": "muon"},
-    "stochastic forward": {},
-}
-
-
-@case("E6")
-@pytest.mark.parametrize("kind", OTHERS)
-def test_kills_of_other_runs_leave_no_trace(runs, tmp_path, kind):
-    changes = OTHERS[kind]
-    if kind == "stochastic forward":
-        changes = {"recipe.name": tmp_path / "mine.toml"}
-        text = "[fprop]\nx = {cast = 'mxfp4', rounding = 'stochastic'}\n[dgrad]\ndy = 'nvfp4'\n"
-        changes["recipe.name"].write_text(text)
-    campaign(runs, tmp_path, changes, 1, 5)
-
-
-# The second half of the steps is the schedule's fall, from which on `nvfp4-finish` has other casts.
-WSD = {"training.steps": 12, "checkpoint.every": 3, "schedule.kind": "wsd", "schedule.decay_fraction": 0.5}
-
-
-@case("E6", "E7")
-@pytest.mark.parametrize("name", recipe_names())
-def test_kills_at_any_two_steps_of_any_recipe_leave_no_trace(runs, out, name):
-    """SIGKILL after two steps, drawn again each time; all losses and all bytes of the state are the same."""
-    changes, drawn = WIDE | WSD | {"recipe.name": name}, sorted(random.sample(range(1, 11), 2))
-    print(f"killed after steps {drawn}")
-    look, resumes = runs.look(out), 0
-    for step in drawn:
-        resumes += bool(steps(out / "checkpoints"))
-        job = runs.start(runs.words(changes), out).until(look.has_step(step, resumes))
-        assert job.kill().codes == [-KILL]
-    continues(runs, out, changes)
-
-
-SAVES = {"training.steps": 8, "checkpoint.every": 2}
-
-
-@case("A3", "C4", "D5")  # each commit: checkpoint/store/test_crash_points.py
-@RANKS
-def test_killed_at_each_point_that_a_run_passes_leaves_no_trace(runs, tmp_path, ranks):
-    """From the first file to the last: in the first save that comes there, and in the next."""
-    record = {"kind": "record_points", "file": str(tmp_path / "points")}
-    runs.undisturbed(SAVES, ranks)  # from now on the data are prepared
-    runs.finish(runs.words(SAVES), tmp_path / "recorded", ranks, faults=[record])
-    lines = (tmp_path / "points").read_text().splitlines()
-    points = list(dict.fromkeys(re.sub(r"step-\d+", "step-2", line) for line in lines))
-    assert {"begun", "sealed", "published", "durable", "purge:step-2", "purging:step-2"} <= set(points)
-    for number, point in enumerate(points):
-        crashes, out = 0, tmp_path / str(number)
-        for _ in range(2):
-            ended = runs.start(runs.words(SAVES), out, ranks, NARROWGAUGE_CRASH_AT=point).wait()
-            crashes += 137 in ended.codes
-            assert 137 in ended.codes or set(ended.codes) == {0}, (point, ended.err)
-        assert crashes, f"{point} was never reached"
-        continues(runs, out, SAVES, ranks)
 
 
 @case("A2", "G3", tier="thorough")

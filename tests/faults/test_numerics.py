@@ -6,7 +6,7 @@ import secrets
 
 import pytest
 
-from narrowgauge.trainer.checkpoint import is_finite, steps
+from narrowgauge.trainer.checkpoint import steps
 from support.fault_runs import WIDE, assert_same_bits, newest, state
 from support.fault_table import LATER, RANKS, case
 
@@ -58,47 +58,6 @@ def test_all_ranks_skip_the_step_in_which_one_has_a_bad_gradient(runs, out, reci
     assert all(map(math.isfinite, straight.column("loss")))
 
 
-@case("E3", tier="thorough")
-@RANKS
-def test_bad_steps_in_a_row_end_the_run_and_the_last_good_state_stays(runs, out, ranks):
-    changes = {"checkpoint.every": 4, "guard.max_skips": 5}
-    for _ in range(2):  # the same line again comes to the same end
-        ended = runs.start(runs.words(changes), out, ranks, [bad(range(10, 25), ranks)]).wait()
-        assert set(ended.codes) == {1}
-        assert "Traceback" not in ended.err
-        assert "in a row" in ended.err
-        assert runs.look(out).column("step")[-1] == 15
-    assert runs.look(out).status["status"] == "failed"
-    for step in steps(out / "checkpoints"):
-        assert all(map(is_finite, state(out / "checkpoints" / f"step-{step}").values()))
-    assert runs.look(out).column("loss")[:9] == runs.undisturbed(changes, ranks).column("loss")[:9]
-
-
-@case("E4")
-@RANKS
-@pytest.mark.parametrize("spike", [False, True], ids=["", "with the window of the guard"])
-def test_one_bad_step_and_two_hundred_good_ones(runs, tmp_path, spike, ranks):
-    """The same with two stops between as without. The guard sees norms; bf16's steps take the least."""
-    changes = {
-        "training.steps": 205,
-        "training.batch_size": 2,
-        "recipe.name": "bf16",
-        "checkpoint.every": 100,
-    }
-    changes |= {"validation.every": 1000}
-    if spike:
-        changes |= {"guard.spike": "skip", "guard.spike_window": 64, "guard.spike_factor": 20}
-    words, fault = runs.words(changes), bad([5], ranks)
-    runs.finish(words, tmp_path / "straight", ranks, faults=[fault])
-    for stop in (6, 70):
-        ended = runs.start(words, tmp_path / "stopped", ranks, [fault, at(stop)]).wait()
-        assert set(ended.codes) == {75}, ended.err
-    runs.finish(words, tmp_path / "stopped", ranks, faults=[fault])
-    for name in ("straight", "stopped"):
-        assert [skip["step"] for skip in runs.look(tmp_path / name).events("skip")] == [5]
-    assert runs.look(tmp_path / "stopped").trajectory == runs.look(tmp_path / "straight").trajectory
-
-
 SPIKE = {"training.steps": 60, "guard.spike_window": 16, "validation.every": 1000}
 # In step 40 the model is very wrong about the sequences it meets there.
 SURPRISE = {"kind": "output", "steps": [40], "factor": 30.0}
@@ -111,34 +70,6 @@ def test_a_step_that_is_skipped_for_its_spike_leaves_no_trace(runs, out, ranks):
     assert set(runs.start(runs.words(changes), out, ranks, [SURPRISE, at(41)]).wait().codes) == {75}
     before, after = (state(out / "checkpoints" / f"step-{n}", "model", "optimizer") for n in (39, 40))
     assert_same_bits(after, before)
-
-
-@case("E5")
-@RANKS
-@pytest.mark.parametrize(("policy", "kind"), [("warn", "spike"), ("skip", "skip"), ("rollback", "rollback")])
-def test_a_spike_is_answered_as_configured_and_alike_after_a_resume(runs, tmp_path, policy, kind, ranks):
-    words = runs.words(SPIKE | {"guard.spike": policy})
-
-    def faults(name):  # whichever way it comes to the sequences
-        return [SURPRISE | {"data": str(tmp_path / f"{name}.ids")}]
-
-    runs.finish(words, tmp_path / "straight", ranks, faults=faults("straight"))
-    for step in (39, 40, 41, 43):  # killed around it, and asked to stop inside it
-        job = runs.start(words, tmp_path / "killed", ranks, faults("killed"))
-        job.until(runs.look(tmp_path / "killed").has_step(step)).kill()
-    runs.start(words, tmp_path / "killed", ranks, [*faults("killed"), at(50)]).wait()
-    runs.finish(words, tmp_path / "killed", ranks, faults=faults("killed"))
-    straight, killed = (runs.look(tmp_path / name) for name in ("straight", "killed"))
-    for look in (straight, killed):
-        (event,) = look.events(kind)
-        assert event.get("from_step", event["step"]) == 40
-        assert look.status["status"] == "done"
-        assert all(map(math.isfinite, look.column("loss")))
-    assert killed.trajectory == straight.trajectory
-    if policy == "rollback":
-        first, end = straight.events("rollback")[0]["skipped_samples"]
-        assert first < end, "the data are skipped, too"
-        assert max(straight.column("loss")[39:]) < 2 * min(straight.column("loss")[30:39])
 
 
 RAISE = {"recipe.name": "fp8-delayed", "training.steps": 44, "optimizer.lr": 0.01, "validation.every": 1000}

@@ -68,17 +68,6 @@ def test_signals_at_random_moments_leave_no_trace(runs, tmp_path, ranks):
 
 @case("G1")
 @RANKS
-@pytest.mark.parametrize("moment", ["tokenizer.json", "checkpoints/step-*.tmp-*"], ids=["start", "save"])
-def test_a_signal_in_the_start_or_in_a_save_stops_it_too(runs, out, moment, ranks):
-    job = runs.start(runs.words(), out, ranks, [{"kind": "slow_disk", "seconds": 0.1}])
-    ended = job.until(lambda: list(out.glob(moment))).send(signal.SIGUSR1).wait(25)
-    assert set(ended.codes) == {75}, ended.err
-    assert runs.look(out).status["status"] == "preempted"
-    goes_on(runs, out, None, ranks)
-
-
-@case("G1")
-@RANKS
 @pytest.mark.parametrize("pair", [(signal.SIGTERM, signal.SIGINT), (signal.SIGUSR1, signal.SIGTERM)], ids=str)
 def test_a_second_signal_stops_at_once(runs, out, pair, ranks):
     job = runs.start(runs.words(RARE), out, ranks).until(runs.look(out).has_step(4))

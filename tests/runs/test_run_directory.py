@@ -101,9 +101,9 @@ def test_a_place_that_is_taken_or_damaged_is_refused(directory, tiny, content, w
 def test_status_is_the_last_that_was_set(directory, tiny):
     assert directory.status() == ""
     directory.claim(make_config(tiny()))
-    directory.set_status("running", "")
-    directory.set_status("preempted", "SIGTERM after step 3")
-    assert directory.status() == "preempted"
+    for status in ("running", "preempted"):
+        directory.set_status(status, "")
+        assert directory.status() == status
     (directory.path / "status.json").write_text("{")
     assert directory.status() == ""
 

@@ -1,7 +1,6 @@
 """The processes of one run, whoever started them: found, sent signals, waited for, and never left behind."""
 
 import os
-import resource
 import signal
 import socket
 import time
@@ -78,12 +77,6 @@ class Job:
         for r in pids if rank is None else [rank]:
             if pids[r] in self.left:
                 os.kill(pids[r], number)
-        return self
-
-    def limit_files(self, size: int) -> "Job":
-        """From now on no rank may write beyond `size` bytes of a file, as on a full disk; in any thread."""
-        for pid in self.pids.values():
-            resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
         return self
 
     def kill(self) -> JobEnded:

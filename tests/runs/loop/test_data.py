@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from narrowgauge.system.errors import UserError
-from narrowgauge.trainer.data import open_data, prepare, write_megatron, write_token_file
-from narrowgauge.trainer.data.token_files.token_file import TokenWriter, shard_paths
+from narrowgauge.trainer.data import prepare, write_megatron, write_token_file
 from narrowgauge.trainer.runs.loop.check_data import check_vocabulary
 from narrowgauge.trainer.training import make_config
 from support.fault_table import case
@@ -37,41 +36,21 @@ def write_as(layout, corpus, folder):
             write_megatron(folder / f"my_{name}_document", documents(tokens, 0), 300)
         elif layout == "llm.c":
             write_token_file(folder / f"tiny_{name}.bin", [tokens], 300)
-        elif layout == "shards":
-            with TokenWriter(shard_paths(folder, f"tiny_{name}"), 300, 5000) as writer:
-                writer.write(tokens[:])
-        elif layout == "numpy":
-            np.save(folder / f"{name.replace('val', 'eval')}.npy", np.asarray(tokens).astype("<i4"))
         else:
             (folder / f"{name}.bin").write_bytes(np.asarray(tokens).astype("<u2").tobytes())
     return str(folder)
 
 
-@pytest.mark.parametrize("layout", ["megatron", "llm.c", "shards", "numpy", "bare"])
-def test_every_token_file_has_the_parts_of_the_prepared_text(corpus, tmp_path, layout):
-    _, prepared = corpus
-    source = write_as(layout, prepared, tmp_path / "x")
-    opened = [open_data(source, "auto")]
-    if layout == "llm.c":  # the held-out file is found beside the one that is named
-        opened.append(open_data(f"{source}/tiny_train.bin", "auto"))
-    for found in opened:
-        for part in ("train", "val"):
-            (stream,) = getattr(found, part).streams
-            assert np.array_equal(stream[:], getattr(prepared, part)), part
-
-
 @pytest.mark.tier("thorough")  # whole runs
 def test_a_model_learns_the_same_from_text_a_prepared_corpus_and_token_files(corpus, tmp_path, train, look):
     text, prepared = corpus
-    sources = {"text": str(text), "prepared": str(prepared.directory)}
-    sources["bare"] = write_as("bare", prepared, tmp_path / "x")
-    tokenizer = {"text": "bpe-300"}
-    runs = [
-        look(train(name, SMALL | {"data.source": source, "data.tokenizer": tokenizer.get(name, "auto")}))
-        for name, source in sources.items()
+    sources = {"text": (text, "bpe-300"), "prepared": (prepared.directory, "auto")}
+    sources["bare"] = write_as("bare", prepared, tmp_path / "x"), "auto"
+    found = [
+        look(train(name, SMALL | {"data.source": str(source), "data.tokenizer": tokenizer})).trajectory
+        for name, (source, tokenizer) in sources.items()
     ]
-    for other in runs[1:]:
-        assert other.trajectory == runs[0].trajectory
+    assert found[0] == found[1] == found[2]
 
 
 def test_too_small_a_vocabulary_is_refused_by_the_number_it_needs(corpus, tmp_path, train):

@@ -1,7 +1,7 @@
 """What becomes of a run when the disk fails: saves at once and in the background, and its records.
 
 That a save that fails or is killed leaves the older checkpoints whole, on one rank and on two, is shown in
-checkpoint/store/; with real disks and signals in faults/ (A9, D1 to D5, G8).
+checkpoint/store/; with real disks in faults/test_storage.py.
 """
 
 import io
@@ -17,6 +17,7 @@ from narrowgauge.trainer.checkpoint import SaveError, steps
 from narrowgauge.trainer.runs.loop.run_writer import RunWriter
 from narrowgauge.trainer.training import make_config
 from narrowgauge.trainer.training.step.trainer import Trainer
+from support.fault_table import case
 
 WAYS = pytest.mark.parametrize("way", [{}, {"checkpoint.asynchronous": True}], ids=["at once", "behind"])
 
@@ -127,6 +128,26 @@ def test_lines_wait_while_they_cannot_be_written_and_are_told_once(tmp_path):
     writer.flush()
     assert [line["step"] for line in read_jsonl(writer.metrics)] == [1, 2, 3]
     assert [line["step"] for line in read_jsonl(writer.gauges)] == [1, 2]
+
+
+@case("A8", tier="thorough")
+def test_steps_are_on_the_disk_before_a_checkpoint_claims_them(train, tmp_path, monkeypatch):
+    calls, sync, rename, run = [], os.fsync, os.rename, tmp_path / "run"
+
+    def fsync(descriptor):
+        sync(descriptor)
+        calls.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+
+    def renamed(old, new):
+        rename(old, new)
+        calls.append(str(new))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "rename", renamed)
+    train(changes={"training.steps": 2})
+    at = calls.index(str(run / "checkpoints" / "step-2"))
+    assert {str(run), str(run / "metrics.jsonl")} <= set(calls[:at])
+    assert str(run / "checkpoints") in calls[at:], "the new name is synced"
 
 
 def test_a_directory_in_the_place_of_the_run_is_left_alone(train, before_steps, tmp_path, look):

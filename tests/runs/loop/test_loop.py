@@ -3,12 +3,8 @@
 import io
 import json
 import os
-import platform
-import random
-import statistics
 from datetime import UTC, datetime
 from importlib import import_module
-from importlib.metadata import version
 
 import pytest
 
@@ -16,7 +12,6 @@ import narrowgauge.trainer.runs
 from narrowgauge.system.errors import UserError
 from narrowgauge.trainer.checkpoint import lock_run, steps
 from narrowgauge.trainer.cli.main import main
-from narrowgauge.trainer.data import load_tokenizer
 from narrowgauge.trainer.runs import default_out
 from narrowgauge.trainer.training import load_values, make_config
 from support.llama2 import write_llama2
@@ -30,12 +25,8 @@ STEP_KEYS = ["step", "loss", "lr", "grad_norm", "tokens", "tokens_per_s", "step_
 def test_a_run_records_its_steps_its_events_and_a_sample(train, look):
     said = io.StringIO()
     schedule = {"optimizer.lr": 1e-3, "schedule.kind": "wsd", "schedule.final_lr_fraction": 0.2}
-    changes = {
-        "recipe.name": "mxfp4",
-        "log.prompt": "steam ",
-        "log.every": 3,
-        "schedule.decay_fraction": 0.34,
-    }
+    schedule |= {"schedule.decay_fraction": 0.34}
+    changes = {"recipe.name": "mxfp4", "log.prompt": "steam ", "log.every": 3}
     path = train(changes=changes | schedule, said=said)
     run = look(path)
     assert run.column("step") == [1, 2, 3, 4, 5, 6]
@@ -49,31 +40,21 @@ def test_a_run_records_its_steps_its_events_and_a_sample(train, look):
     before = next(line for line in run.lines if line.get("step") == 0 and "val_loss" in line)
     assert before["val_loss"] == pytest.approx(5.55, abs=0.2), "about log 257 before the first step"
     assert run.steps[-1]["val_loss"] < before["val_loss"]
-    assert statistics.fmean(before["val_parts"]) == pytest.approx(before["val_loss"], abs=1e-6)
-    assert before["val_tokens"] == 32 * len(before["val_parts"]), "a micro-batch is one sequence"
-
     start, done = run.lines[0], run.lines[-1]
     assert (start["event"], start["recipe"], start["backend"]) == ("start", "mxfp4", "emulated")
-    assert "CPU" in start["backend_reason"]
-    assert "TFLOP/s" in start["peak_source"]
     assert datetime.fromisoformat(start["time"]) <= datetime.fromisoformat(done["time"]) <= datetime.now(UTC)
-    assert (start["host"], start["version"]) == (platform.node(), version("narrowgauge"))
-    assert start["command"]
     assert start["parameters"] == 2 * 257 * 32 + 2 * (32 * 64 + 32 * 32 + 32 * 128 + 64 * 32 + 64) + 32
     (audited,) = run.events("audit")
     assert audited["step"] == 1
     assert {layer["layer"]: layer["gradient"] for layer in audited["layers"]} == dict.fromkeys(
         [*(f"blocks.{i}.{name}" for i in (0, 1) for name in NAMES), "head"], True
     )
-    assert all(layer["calls"] > 0 for layer in audited["layers"])
     assert [event["step"] for event in run.events("save")] == [2, 4, 6]
     assert steps(path / "checkpoints") == [4, 6]
     gauges = [json.loads(text) for text in (path / "gauges.jsonl").read_text().splitlines()]
     assert {line["step"] for line in gauges} == {6}, "a short run is read at its last step"
-    assert load_tokenizer(path / "tokenizer.json").encode("coal") == list(b"coal")
 
     assert (done["event"], done["step"], done["prompt"]) == ("done", 6, "steam ")
-    assert done["sample"]
     assert f"steam {done['sample']}" in said.getvalue()
     assert run.status == {"status": "done", "reason": "all 6 steps", "diverged": False}
     assert "\x1b" not in said.getvalue(), "plain lines without a terminal"
@@ -157,32 +138,19 @@ def test_the_same_call_leaves_a_done_run_finishes_its_end_and_goes_back_over_los
     assert [event["step"] for event in look(path).events("resume")] == [4]
 
 
-def write_corpus(directory, sizes):
-    rng = random.Random(0)
-    directory.mkdir(exist_ok=True)
-    for i, size in enumerate(sizes):
-        (directory / f"{i}.txt").write_text("".join(rng.choice("narowg ") for _ in range(size)))
-    return str(directory)
-
-
 @pytest.mark.parametrize(
-    ("sizes", "changes", "words"),
+    ("sizes", "words"),
     [
-        ([], {}, "leads to no file that can be read"),
-        ([0, 0], {}, "leads to no file that can be read|only white space"),
-        ([20, 20], {}, "the training part .* 21 tokens.* data.sequence_length"),
-        ([100, 20], {}, "part of the data holds 21 tokens.* data.sequence_length"),
-        (
-            [200] * 9,
-            {"model.vocab_size": 256},
-            r"up to 256.* model\.vocab_size = 256.* --model\.vocab_size 257",
-        ),
+        ([20, 20], "the training part .* 21 tokens.* data.sequence_length"),
+        ([100, 20], "part of the data holds 21 tokens.* data.sequence_length"),
     ],
 )
-def test_a_corpus_that_no_step_can_take_is_refused(train, tmp_path, sizes, changes, words):
-    source = write_corpus(tmp_path / "small", sizes)
+def test_a_corpus_that_no_step_can_take_is_refused(train, tmp_path, sizes, words):
+    (tmp_path / "small").mkdir()
+    for i, size in enumerate(sizes):
+        (tmp_path / "small" / f"{i}.txt").write_text(("narowg "[i:] * size)[:size])
     with pytest.raises(UserError, match=words):
-        train(changes={"data.source": source, **changes})
+        train(changes={"data.source": str(tmp_path / "small")})
     assert not (tmp_path / "run").exists(), "the directory is still free for a configuration that works"
 
 

@@ -7,8 +7,8 @@ from contextlib import closing
 import pytest
 
 from narrowgauge.system.errors import UserError
-from narrowgauge.trainer.runs.loop.run_writer import NullRunWriter, RunWriter
-from narrowgauge.trainer.runs.monitor.loggers import SINKS, Loggers, is_installed, numbers, require_sinks
+from narrowgauge.trainer.runs.loop.run_writer import RunWriter
+from narrowgauge.trainer.runs.monitor.loggers import SINKS, Loggers, is_installed, require_sinks
 from support.runs import interrupted
 
 SMALL = {"gauges.every": 3, "training.steps": 6, "checkpoint.every": 2}
@@ -28,7 +28,9 @@ def test_a_journal_gives_its_sinks_every_step_and_reading_and_no_event(tmp_path)
 
     journal = RunWriter(tmp_path, said.append, sinks=Loggers({"book": book}, said.append))
     journal.record({"event": "start", "step": 4})
-    journal.record({"step": 5, "loss": 2.5, "val_loss": 2.0, "val_tokens": 64, "val_parts": [2.0, 2.0]})
+    journal.record(
+        {"step": 5, "loss": 2.5, "val_loss": 2.0, "val_tokens": 64, "val_parts": [2.0, 2.0], "x": None}
+    )
     gauge = {"step": 5, "layer": "blocks.0.qkv", "place": "fprop.x", "cast": "e4m3", "elements": 64}
     journal.record_gauges(iter([{**gauge, "sqnr_db": None, "zeros": 0.25, "amax": [1.0, 2.0, 3.0]}]))
     journal.sinks.close()
@@ -37,15 +39,6 @@ def test_a_journal_gives_its_sinks_every_step_and_reading_and_no_event(tmp_path)
     assert pages == [(5, {"loss": 2.5, "val_loss": 2.0}), (5, {f"{where}/zeros": 0.25, **amax})]
     assert (opened, closed, said) == ([5], ["book"], [])
     assert [json.loads(line)["zeros"] for line in journal.gauges.read_text().splitlines()] == [0.25]
-
-
-def test_only_the_first_process_writes(tmp_path):
-    opened = []
-    bystander = NullRunWriter(tmp_path, print, sinks=Loggers({"book": opened.append}, print))
-    bystander.record({"step": 1, "loss": 2.0})
-    bystander.record_gauges([{"step": 1, "layer": "a", "place": "m", "zeros": 0.0}])
-    bystander.sinks.close()
-    assert opened == []
 
 
 def test_a_run_goes_on_without_a_sink_that_fails():
@@ -70,10 +63,6 @@ def test_a_run_goes_on_without_a_sink_that_fails():
         f"NOT SENT to down from now on (ConnectionError: connection refused){words}",
         f"NOT SENT to closed from now on (SystemExit: log in first){words}",
     ]
-
-
-def test_what_is_no_number_is_left_out():
-    assert numbers({"step": 1, "event": "x", "lr": 1e-3, "list": [1], "none": None}) == {"lr": 1e-3}
 
 
 def test_a_sink_that_is_unknown_or_not_installed_is_refused_before_anything_is_made(

@@ -128,20 +128,10 @@ def test_what_cannot_be_converted_is_refused(trained, tmp_path):
     export_run(before, "hf", tmp_path / "hf")
     imported = import_model(tmp_path / "hf", tmp_path / "imported")
     for source, recipe, out, words in (
-        (
-            before,
-            "bf16",
-            before,
-            "is there already, and nothing is ever overwritten; name another",
-        ),
+        (before, "bf16", before, "is there already, and nothing is ever overwritten; name another"),
         (tmp_path / "nothing", "bf16", tmp_path / "new", "is not a run directory"),
         (before, "bf17", tmp_path / "new", "unknown recipe 'bf17'"),
-        (
-            imported,
-            "bf16",
-            tmp_path / "new",
-            "an imported model, with weights and no optimizer; start",
-        ),
+        (imported, "bf16", tmp_path / "new", "an imported model, with weights and no optimizer; start"),
     ):
         with pytest.raises(UserError, match=words):
             convert(source, recipe, out)
@@ -162,17 +152,8 @@ def test_a_checkpoint_of_other_formats_is_refused_with_both_named(trained, tiny)
 def test_where_state_lies_is_kept_and_what_is_left_out_is_said(trained, tmp_path, capsys):
     places = {"offload": "m,v", "gather": "fp32", "wgrad.x": "e4m3"}
     places = {"recipe.name": "bf16", **{f"recipe.{key}": value for key, value in places.items()}}
-    words = [
-        "--recipe",
-        "mxfp8",
-        "--recipe.dgrad.w",
-        "bf16",
-        "--steps",
-        "5",
-        "--out",
-        str(tmp_path / "after"),
-    ]
-    assert main(["train", "--branch", str(trained(WIDE | places)), *words]) == 0
+    words = ["--recipe", "mxfp8", "--recipe.dgrad.w", "bf16", "--steps", "5", "--out"]
+    assert main(["train", "--branch", str(trained(WIDE | places)), *words, str(tmp_path / "after")]) == 0
     assert "left out: recipe.gather, recipe.wgrad.x, set over the trunk's recipe" in capsys.readouterr().out
     config = RunDirectory(tmp_path / "after").config()
     assert config.spec.recipe.offload == ("m", "v")

@@ -13,7 +13,6 @@ from narrowgauge.system.errors import UserError
 from narrowgauge.trainer.checkpoint.interop.read_back import Difference
 from narrowgauge.trainer.runs.use.export import export_run
 from narrowgauge.trainer.runs.use.served import DIFFERENT, EQUAL, UNDECIDED, Compared, Served, served
-from narrowgauge.trainer.runs.use.servers import Server
 
 # Blocks of NVFP4 in GGUF have 64 columns.
 SIZES = {"model.dim": 64, "model.ffn_dim": 128, "model.layers": 4, "training.steps": 2}
@@ -155,22 +154,3 @@ def test_a_destroyed_scale_is_different_whatever_the_loss(
         assert found.of_inputs is None
         assert found.as_json()["first_other_tensor"] == name
         assert f"{name} has other bytes" in found.table()
-
-
-@pytest.mark.tier("nightly")  # a server imports all that it has
-def test_the_words_of_a_server_stay_out_of_the_output_and_name_the_error(tmp_path, capfd):
-    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
-    words = r"transformers did not serve the model: .*Error: .*; try another"
-    with pytest.raises(UserError, match=words), Server("transformers", tmp_path, 8) as server:
-        server.ask("version")
-    assert capfd.readouterr() == ("", "")
-
-
-@pytest.mark.tier("nightly")
-def test_the_export_of_another_run_is_different(trained, tmp_path):
-    run = trained(SIZES | {"recipe.name": "fp32"})
-    other = trained(SIZES | {"recipe.name": "fp32", "training.seed": 1, "training.steps": 6})
-    export_run(other, "hf", tmp_path / "out")
-    found = served(run, "transformers", folder=tmp_path / "out", sequences=4)
-    assert (found.verdict, found.file_verdict) == (DIFFERENT, EQUAL)
-    assert found.to_file.as_json()["kl"]["mean"] < 1e-6

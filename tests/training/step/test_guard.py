@@ -5,11 +5,11 @@ import math
 import pytest
 import torch
 
-from narrowgauge.nn import recipe_tensors
 from narrowgauge.trainer.checkpoint import is_finite, load, steps
 from narrowgauge.trainer.data import prepare
 from narrowgauge.trainer.training import Diverged, make_config
 from narrowgauge.trainer.training.step.trainer import Trainer
+from support.fault_table import case
 
 CPU = torch.device("cpu")
 
@@ -54,18 +54,7 @@ def test_a_bad_gradient_leaves_every_bit(tiny, value):
     assert not torch.equal(state_of(trainer)["head.weight"], before["head.weight"])
 
 
-def test_histories_forget_a_step_that_is_not_taken(tiny):
-    config = make_config(tiny({"recipe.name": "fp8-delayed"}))
-    trainer = Trainer.begin(config, CPU)
-    spoil(trainer, {2})
-    batches = trainer.batches(prepare(config.data.source, config.data.tokenizer).train)
-    for has_seen in (True, False):
-        trainer.train_step(batches)
-        amaxes = [t.item() for n, t in recipe_tensors(trainer.model).items() if n.endswith(".amax")]
-        assert any(amaxes) == has_seen
-
-
-@pytest.mark.tier("thorough")
+@case("E3", tier="thorough")
 def test_bad_steps_are_told_and_too_many_in_a_row_end_the_run_also_across_a_stop(
     with_trainer, train, look, tmp_path
 ):
@@ -79,12 +68,9 @@ def test_bad_steps_are_told_and_too_many_in_a_row_end_the_run_also_across_a_stop
         assert run.column("step") == list(range(1, 12))
         assert [event["step"] for event in run.events("skip")] == bad
     assert [event["step"] for event in run.events("resume")] == [10]
-    first = run.events("skip")[0]
-    assert "nan" in first["reason"]
-    assert {"layer": "blocks.1.down.weight", "place": "grad", "rank": 0}.items() <= first["first_bad"].items()
-    assert [math.isnan(norm) for norm in run.column("grad_norm")] == [
-        s in (3, 5, 6, 9, 10, 11) for s in range(1, 12)
-    ]
+    first = run.events("skip")[0]["first_bad"]
+    assert {"layer": "blocks.1.down.weight", "place": "grad", "rank": 0}.items() <= first.items()
+    assert [math.isnan(norm) for norm in run.column("grad_norm")] == [s in bad for s in range(1, 12)]
     assert all(map(math.isfinite, run.column("loss")))
     assert run.status["status"] == "failed"
     assert "in a row" in run.status["reason"]

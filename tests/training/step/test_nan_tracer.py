@@ -43,11 +43,8 @@ def bits(trainer):
 def assert_same(before, after):
     assert before.keys() == after.keys()
     for name, tensor in before.items():
-        assert (
-            tensor.view(torch.uint8).equal(after[name].view(torch.uint8))
-            if tensor.ndim
-            else (tensor.item() == after[name].item())
-        ), name
+        ours, theirs = (t.reshape(-1).view(torch.uint8) for t in (tensor, after[name]))
+        assert ours.equal(theirs), name
 
 
 def spoil_input(trainer, layer, value=math.inf):
@@ -114,8 +111,7 @@ def second_micro_batch(trainer, name):
 
 #: (recipe, what is bad, of which module or parameter, the layer and place that are found, words, micro-batch)
 BAD = [
-    *(("fp8", spoil_input, name, name, "fprop.x", "as it came", 0) for name in ("blocks.0.down", "head")),
-    ("fp8", spoil_what_comes_back, "blocks.1.gate_up", "blocks.1.gate_up", "dgrad.dy", "", 0),
+    ("fp8", spoil_input, "head", "head", "fprop.x", "as it came", 0),
     ("fp8", spoil_what_comes_back, "head", "head", "dgrad.dy", "", 0),
     ("mxfp8", second_micro_batch, "blocks.1.down", "blocks.1.down", "dgrad.dy", "", 1),
     # 1e5 is a number, and no number of fp16
@@ -124,11 +120,8 @@ BAD = [
         *("fprop.w", "finite before it became fp16", 0),
     ),
     ("fp32", overflow_product, "blocks.0.down", "blocks.0.down", "fprop.y", "", 0),
-    *(
-        ("fp8", fill_weight, f"{name}.weight", name, "weight", "from before the step", None)
-        for name in ("blocks.0.qkv", "embedding", "norm")
-    ),
-    *(("fp8", spoil_output, n, n, "output", "", 0) for n in ("embedding", "blocks.1.mlp_norm", "norm")),
+    ("fp8", fill_weight, "norm.weight", "norm", "weight", "from before the step", None),
+    *(("fp8", spoil_output, n, n, "output", "", 0) for n in ("embedding", "blocks.1.mlp_norm")),
     ("fp32", overflow_norm, *["blocks.1.down.weight"] * 2, "grad", "whose norm is not", 1),
 ]
 
@@ -173,7 +166,7 @@ def test_compiled_code_cannot_be_looked_into(tiny):
 
 @pytest.mark.tier("nightly", keep=((True, "fp8-delayed"), (False, "msamp-o3"), (False, "bf16-sr")))
 @pytest.mark.tier("thorough")
-@pytest.mark.parametrize("name", ["fp32", "fp8-delayed", "nvfp4", "msamp-o2", "msamp-o3", "coat", "bf16-sr"])
+@pytest.mark.parametrize("name", ["fp8-delayed", "nvfp4", "msamp-o3", "bf16-sr"])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_bad_step_is_as_if_it_had_never_been(begin, name, recompute):
     """The run that met a bad step goes on with every bit of the one that only passed over its data."""
