@@ -31,16 +31,6 @@ def test_damage_to_any_file_is_found_at_opening_and_named(source, tmp_path, name
         prepare(source, "bytes", directory)
 
 
-@case("F2", tier="quick")
-def test_swapped_parts_are_refused(source, tmp_path):
-    directory = prepare(source, "bytes", tmp_path / "out").directory
-    (directory / "train.bin").rename(directory / "x")
-    (directory / "val.bin").rename(directory / "train.bin")
-    (directory / "x").rename(directory / "val.bin")
-    with pytest.raises(UserError, match=r"train\.bin is damaged: it holds"):
-        open_corpus(directory)
-
-
 def test_corpus_refuses_a_token_beyond_its_manifests_vocabulary_with_the_position(source, tmp_path):
     directory = prepare(source, "bpe-300", tmp_path / "out").directory
     manifest = dataclasses.replace(open_corpus(directory).manifest, vocab_size=280)

@@ -81,32 +81,21 @@ def outgrow(first: int, factor: float = 1024.0) -> None:
     Trainer._accumulate = spoiled  # type: ignore[method-assign]
 
 
-def flip(steps: Iterable[int], layer: str = "blocks.0.down", what: str = "weight") -> None:
-    """One bit of a weight, or once of an activation, is another one: silent corruption."""
-
-    def flipped(tensor: torch.Tensor) -> torch.Tensor:
-        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        bits = local.detach().view(torch.uint8).view(-1)
-        bits[bits.numel() // 2 + local.element_size() - 1] ^= 0x20  # of an exponent
-        return tensor
+def flip(steps: Iterable[int], layer: str = "blocks.0.down") -> None:
+    """One bit of a weight is another one: silent corruption."""
 
     def spoil(trainer: Trainer) -> Undo:
-        module = trainer.model.get_submodule(layer)
-        if what == "weight":
-            flipped(module.weight)
-            return lambda: None
-        fresh = [True]
-
-        def hook(m: torch.nn.Module, x: Any, y: torch.Tensor) -> torch.Tensor:
-            return flipped(y.clone()) if fresh and fresh.pop() else y
-
-        return module.register_forward_hook(hook).remove
+        weight = trainer.model.get_submodule(layer).weight
+        local = weight.to_local() if hasattr(weight, "to_local") else weight
+        bits = local.detach().view(torch.uint8).view(-1)
+        bits[bits.numel() // 2 + local.element_size() - 1] ^= 0x20  # of an exponent
+        return lambda: None
 
     in_steps(steps, spoil)
 
 
 def stop(steps: Iterable[int], how: str, micro_batch: int = 0) -> None:
-    """Inside these steps, before micro-batch number `micro_batch`, the process raises, dies or waits."""
+    """Inside these steps, before micro-batch number `micro_batch`, the process raises or dies."""
 
     def spoil(trainer: Trainer) -> Undo:
         seen: list[None] = []
@@ -119,8 +108,6 @@ def stop(steps: Iterable[int], how: str, micro_batch: int = 0) -> None:
                 raise RuntimeError("the fault that was asked for")
             if how == "die":
                 os.kill(os.getpid(), signal.SIGKILL)
-            if how == "wait":
-                time.sleep(3600)
 
         return trainer.model.embedding.register_forward_pre_hook(hook).remove
 

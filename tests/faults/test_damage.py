@@ -22,8 +22,6 @@ DAMAGE = {
     "flipped": (lambda step: flip_a_bit(step / MANIFEST), MANIFEST),
     "cut": (lambda step: os.truncate(step / STATE, 5), STATE),
     "missing": (lambda step: (step / STATE).unlink(), STATE),
-    "garbage": (lambda step: (step / MANIFEST).write_bytes(os.urandom(500)), MANIFEST),
-    "more": (lambda step: (step / "more.safetensors").touch(), "more.safetensors"),
     "of another step": (lambda step: shutil.copy(step.with_name("step-9") / STATE, step / STATE), STATE),
 }
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from checkpoint.interop.models import ours_from
@@ -14,7 +14,6 @@ from narrowgauge.system.errors import UserError
 from narrowgauge.trainer.checkpoint.interop.hf_config import config_from, to_config
 from narrowgauge.trainer.checkpoint.interop.huggingface import read_folder, write_folder
 from narrowgauge.trainer.checkpoint.interop.safetensors_reader import INDEX
-from narrowgauge.trainer.data import train_bpe
 from narrowgauge.trainer.models import Transformer, initialize, model_config
 
 V, T = 67, 48
@@ -171,20 +170,6 @@ def test_narrower_weights_are_rounded_once(tmp_path, dtype):
     back = read_folder(tmp_path).tensors
     assert all(torch.equal(back[n], p.to(dtype).float()) for n, p in model.state_dict().items())
     assert json.loads((tmp_path / "config.json").read_text())["torch_dtype"] == str(dtype).split(".")[1]
-
-
-def test_the_tokenizer_goes_along(tmp_path):
-    tokenizer = train_bpe(["narrow gauge railways run narrow trains"] * 9, 300)
-    tokenizer.save(tmp_path / "tokenizer.json")
-    (tmp_path / "out").mkdir()
-    model = Transformer(model_config("gpt2-debug", dim=64, layers=1, ffn_dim=96, vocab_size=300))
-    write_folder(tmp_path / "out", model.config, model.state_dict(), tmp_path / "tokenizer.json")
-    theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
-    text = "narrow trains, é 漢"
-    assert theirs(text)["input_ids"] == tokenizer.encode(text)
-    assert theirs.eos_token_id == tokenizer.end_of_document
-    assert theirs.decode(tokenizer.encode(text)) == text
-    assert read_folder(tmp_path / "out").tokenizer == tmp_path / "out" / "tokenizer.json"
 
 
 WINDOWED = {"model_type": "mistral"}  # by the default of that family

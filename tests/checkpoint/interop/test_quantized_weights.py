@@ -7,7 +7,7 @@ import pytest
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationScheme
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from checkpoint.interop.test_compressed_tensors import expected, trained, written
 from narrowgauge.system.errors import UserError
@@ -93,15 +93,6 @@ def test_scales_that_cannot_be_read_are_refused_in_a_sentence(tmp_path, kind):
     with pytest.raises(UserError) as refusal:
         read_external_model(tmp_path)
     assert all(word in str(refusal.value) for word in words), refusal.value
-
-
-def test_a_block_size_that_is_none_is_not_used(tmp_path):
-    tensors, config = written(tmp_path, trained("fp8-block", layers=1))
-    for wrong in ([0, 0], "128", [128], [128.5, 1], None):
-        config["quantization_config"]["weight_block_size"] = wrong
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        assert read_external_model(tmp_path).precision == "fp32 and fp8"
-    assert load_file(tmp_path / "model.safetensors").keys() == tensors.keys()
 
 
 def test_weights_of_a_rotated_model_are_refused_unless_the_rotation_is_in_them(tmp_path):

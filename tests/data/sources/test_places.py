@@ -121,16 +121,10 @@ def test_every_document_of_a_folder_is_read_and_what_is_left_out_is_named(tmp_pa
         assert f"leaves out {len(left_out)} of {len(files)} files (" in said
 
 
-def test_what_is_no_line_or_document_is_named(tmp_path):
-    no_key = ":1 has no 'text'; it has body, id; name its key or column with `narrowgauge prep"
-    for name, content, says in (
-        ("key/a.json", lines(0, key="body"), no_key),
-        ("array/a.json", ARRAY, ":1 holds a list where an object belongs"),
-        ("cut/wiki_00", doc(1) + '<doc id="2" title="T">\n', ":6 begins a document without </doc>"),
-    ):
-        path = write(tmp_path / name, content)
-        for source in (path, path.parent):
-            assert str(path) + says in refusal(source)
+def test_a_document_of_wikiextractors_without_an_end_is_named(tmp_path):
+    path = write(tmp_path / "cut" / "wiki_00", doc(1) + '<doc id="2" title="T">\n')
+    for source in (path, path.parent):
+        assert f"{path}:6 begins a document without </doc>" in refusal(source)
 
 
 def test_equal_files_are_on_one_side_of_the_split(tmp_path):

@@ -3,7 +3,6 @@
 from itertools import accumulate
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -38,25 +37,6 @@ def test_documents_begin_at_the_boundary_or_after_it():
         stream = TokenStream((np.array([7, *row]),), boundaries=(END, 11), boundary_first=first)
         assert stream.positions(1, np.array(row)).tolist() == positions
         assert stream.substream(1, len(stream)).positions(0, np.array(row)).tolist() == positions
-
-
-def test_an_index_says_where_documents_begin_and_boundary_ids_then_do_not():
-    stream = TokenStream((np.arange(6), np.arange(6, 12)), boundaries=(3,), starts=np.array([0, 4, 4, 7, 12]))
-    assert stream.positions(0, stream[0:12]).tolist() == [0, 1, 2, 3, 0, 1, 2, 0, 1, 2, 3, 4]
-    assert stream.positions(5, stream[5:9]).tolist() == [0, 1, 0, 1]
-    assert stream.substream(5, 12).positions(1, stream[6:9]).tolist() == [0, 0, 1]
-
-
-@pytest.mark.parametrize("first", [True, False])
-def test_the_next_start_is_a_documents_or_the_place_itself(first):
-    tokens = np.array([END, 1, 2, END, 3, 4, 5, 6, END, 7])
-    stream = TokenStream((tokens,), (END,), first)
-    starts = [0, 3, 8] if first else [0, 1, 4, 9]
-    for place in range(10):
-        later = [start for start in starts if start >= place]
-        assert stream.next_start(place, 10) == (later[0] if later else place)
-    assert stream.next_start(5, 3) == 5
-    assert stream.next_start(4, 10) == (8 if first else 4)
 
 
 @given(

@@ -179,21 +179,6 @@ def test_a_second_moment_that_underflowed_gets_the_bound_that_is_known_of_it(beg
     assert torch.equal(now[was == 0], (scale * 2.0**-10).expand_as(was)[was == 0])
 
 
-def test_a_rule_of_state_holds_from_its_step_on(tiny, tmp_path):
-    file = tmp_path / "late.toml"
-    file.write_text('m = "e4m3"\n[[rule]]\nmodules = ["down"]\nfrom_step = 2\nm = "fp32"\n')
-    config = make_config(tiny({**STATE, "recipe.name": str(file)}))
-    trainer = Trainer.begin(config, CPU)
-    corpus = prepare(config.data.source, config.data.tokenizer)
-    casts = []
-    with trainer.batches(corpus.train) as batches:
-        for _ in range(2):
-            layers = trainer.model.blocks[0].down, trainer.model.blocks[0].attention_out
-            casts.append([trainer.optimizer.moments(layer.weight)["m"].cast.name for layer in layers])
-            trainer.train_step(batches)
-    assert casts == [["e4m3", "e4m3"], ["fp32", "e4m3"]]
-
-
 def test_a_guard_that_cannot_raise_is_refused(tiny):
     for key, value, words in [
         ("guard.raise_to", "mxfp4", "is narrower than fprop.x = 'e4m3'"),

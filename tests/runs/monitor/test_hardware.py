@@ -29,10 +29,3 @@ def test_a_device_that_is_not_there_is_refused(wish, gpus, words, monkeypatch):
     assert not gpus or hardware.choose_device("cuda:1") == torch.device("cuda", 1)
     with pytest.raises(UserError, match=words):
         hardware.choose_device(wish)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: torch without one has no such flags")
-def test_split_products_of_a_gpu_are_summed_in_fp32():
-    hardware.use_device(torch.device("cuda", 0))
-    assert not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
-    assert not torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction

@@ -14,7 +14,6 @@ from narrowgauge.trainer.runs.use.export import export_run, import_model
 from narrowgauge.trainer.training import make_config
 from narrowgauge.trainer.training.step.trainer import Trainer
 from support.fault_table import case
-from support.runs import interrupted
 
 LONG = {
     "training.steps": 12,
@@ -104,22 +103,6 @@ def test_under_another_recipe_the_numbers_stay(trained, tmp_path, first, second,
         for place, moment in b.optimizer.moments(q).items() if is_kept else ():
             # codes may differ: an amax that was rounded down to a power of two has a smaller scale
             assert torch.equal(moment.read(), a.optimizer.moments(p)[place].read()), (name, place)
-
-
-@pytest.mark.tier("thorough")  # a whole run
-def test_a_stopped_run_goes_on_under_another_recipe(train, look, tmp_path):
-    before = look(train("before", SIZES | {"recipe.name": "bf16", "checkpoint.every": 3}))
-    whole = before.column("loss")
-    interrupted(before.path, 6)
-    after = look(tmp_path / "after")
-    assert convert(before.path, "msamp-o2", after.path, 6) == 3
-    assert after.status["status"] == "preempted"
-    run(RunDirectory(after.path).config(), after.path)
-    assert after.status["status"] == "done"
-    assert [e["step"] for e in after.events("convert")] == [3]
-    assert after.column("step") == list(range(1, 7))
-    assert after.column("loss")[:3] == whole[:3]
-    assert after.column("loss")[5] == pytest.approx(whole[5], rel=0.01)
 
 
 @pytest.mark.tier("thorough")

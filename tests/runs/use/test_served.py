@@ -122,29 +122,24 @@ def test_transformers_serves_an_export(trained, tmp_path, format, recipe):
 
 #: What is done to a scale of one layer; each leaves a file that loads.
 DESTROYED = [
-    ("nvfp4", "self_attn.k_proj", "weight_scale", 0.0),
     ("nvfp4", "self_attn.k_proj", "weight_global_scale", 1.25),
     ("fp8", "mlp.down_proj", "input_scale", 1.0),
     ("fp8", "mlp.down_proj", "input_scale", 64.0),
 ]
 
 
-@pytest.mark.tier("nightly", keep=2)
+@pytest.mark.tier("nightly", keep=1)
 @pytest.mark.tier("thorough")
 @pytest.mark.parametrize(("recipe", "layer", "part", "factor"), DESTROYED)
 def test_a_destroyed_scale_is_different_whatever_the_loss(
     trained, tmp_path, text, recipe, layer, part, factor
 ):
-    layer, name = f"model.layers.1.{layer}", f"model.layers.1.{layer}.{part}"
+    name = f"model.layers.1.{layer}.{part}"
     run = trained(SIZES | {"recipe.name": recipe})
     export_run(run, "compressed-tensors", tmp_path / "out", calibrate=text if recipe == "fp8" else None)
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     tensors[name] = (tensors[name].float() * factor).to(tensors[name].dtype)
     save_file(tensors, tmp_path / "out" / "model.safetensors", {"format": "pt"})
-    if factor == 0:
-        with pytest.raises(UserError, match=rf"'{layer}' .* all scales are 0"):
-            served(run, "transformers", folder=tmp_path / "out", sequences=2)
-        return
     found = served(run, "transformers", folder=tmp_path / "out", sequences=2, margin=1000.0)
     assert found.verdict == (EQUAL if factor == 1 else DIFFERENT), found.table()
     assert found.server[2] == "compressed-tensors"
