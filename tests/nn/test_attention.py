@@ -9,7 +9,6 @@ import torch
 import narrowgauge as ng
 from narrowgauge.formats import RandomStream
 from narrowgauge.kernels.attention import document_mask
-from narrowgauge.nn import EqualShare
 from narrowgauge.nn.transformer import attention_function
 from narrowgauge.nn.transformer.attention_function import AttentionContext, narrow_attention
 from narrowgauge.quantization import make_cast
@@ -150,23 +149,6 @@ def test_pieces_change_no_number(monkeypatch, name, heads):
     assert torch.equal(pieces[1], whole[1])
     for got, expected in zip(pieces[2:], whole[2:], strict=True):  # sums over T in two parts
         torch.testing.assert_close(got, expected, rtol=2**-7, atol=1e-6)
-
-
-def test_half_of_the_heads_draws_its_own_bits():
-    casts = {
-        f"attention.{t}": make_cast(
-            {"element": "e2m1", "block": 8, "scale": "e8m0", "rounding": "stochastic"}
-        )
-        for t in TENSORS
-    }
-    q, _, _, dy = tensors(torch.float32)
-    everything = [q, q.flip(2), dy.flip(3), dy]  # as many heads of keys as of queries
-    whole = computed(*everything, None, AttentionContext(casts, EqualShare(), KEYS, FIRST))
-    for index in range(2):
-        half = [t.chunk(2, dim=1)[index] for t in everything]
-        got = computed(*half, None, AttentionContext(casts, EqualShare(index, 2), KEYS, FIRST))
-        for ours, full in zip(got, whole, strict=True):
-            assert torch.equal(ours, full.chunk(2, dim=1)[index])
 
 
 def test_a_foreign_model_is_told_that_its_attention_is_out_of_reach():
