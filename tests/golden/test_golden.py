@@ -60,7 +60,7 @@ def test_nothing_is_kept_that_no_test_compares():
     assert [*EXACT["casts"], *EXACT["layers"]] == [*cast_names(), *recipe_names()]
 
 
-# the others are plans of seconds; test_time_obeys_its_ceilings plans as well
+# the others are plans of seconds
 @pytest.mark.tier("thorough", keep=("words", "report"))
 @pytest.mark.parametrize("name", outputs.OUTPUTS)
 def test_outputs(pinned, other_arithmetic, name):
