@@ -1,4 +1,7 @@
-"""B. Another number of ranks, another mesh: the same state to the bit, the same tokens, the same losses."""
+"""B. Another number of ranks, another mesh: the same state to the bit.
+
+The tokens of each rank: data/loading/test_sample_order.py; the losses: tests/distributed.
+"""
 
 import math
 
@@ -10,7 +13,6 @@ from support.fault_table import LATER, case
 # 12 sequences a step: 1, 2, 3 and 4 ranks have as many each.
 BATCH = {"training.batch_size": 12, "training.micro_batch_size": 1, "checkpoint.every": 1000}
 ODD = {"model.dim": 40, "model.heads": 4, "model.kv_heads": 2, "model.ffn_dim": 56}
-FP32 = {"recipe.name": "fp32", "training.steps": 50}
 FSDP, BOTH = ("--parallel.shard", "4"), ("--parallel.shard", "2", "--parallel.tensor", "2")
 
 
@@ -30,21 +32,6 @@ def goes_through(runs, out, changes, meshes):
         now = state(newest(out), "model", "optimizer")  # weights, masters, moments and their scales
         before = before or now
         assert_same_bits(now, before)
-
-
-def goes_on_alike(runs, tmp_path, changes, first, other, relative):
-    """Continued on another mesh the tokens are those of the run on the first one, the losses nearly."""
-    tokens, losses = {}, {}
-    for name, plan in (("undisturbed", [(first, None)]), ("moved", [(first, 10), (other, None)])):
-        file = tmp_path / f"{name}.tokens"
-        for (ranks, mesh), last in plan:
-            faults = [{"kind": "record_tokens", "file": str(file)}, *([stop(last)] if last else [])]
-            ended = runs.start([*runs.words(changes), *mesh], tmp_path / name, ranks, faults).wait()
-            assert set(ended.codes) == {75 if last else 0}, ended.err
-        tokens[name] = sorted(set(file.read_text().splitlines()))
-        losses[name] = runs.look(tmp_path / name).column("loss")
-    assert tokens["moved"] == tokens["undisturbed"]
-    assert losses["moved"] == pytest.approx(losses["undisturbed"], rel=relative)
 
 
 def on(*counts):
@@ -72,21 +59,3 @@ def test_dimensions_that_divide_into_nothing(runs, out, recipe):
 def test_between_sharding_and_sharding_with_tensor_parallelism(runs, out):
     changes = BATCH | {"recipe.name": "mxfp8", "model.kv_heads": 4}  # whole blocks on each of two
     goes_through(runs, out, changes, [(4, FSDP), (4, BOTH)])
-
-
-# Sums of gradients in FP8 depend on how many are summed: how they are cut is what is tested here.
-MSAMP = {"recipe.name": "msamp-o2", "recipe.reduce": "fp32", "recipe.grad": "fp32", "training.steps": 20}
-#: The changes of a run, its first mesh and the next, and how near the losses are.
-MOVES = [
-    *((FP32, (2, ()), (to, ()), 1e-6) for to in (1, 3, 4)),
-    (ODD | MSAMP, (3, ()), (1, ()), 1e-5),
-    (FP32 | {"model.kv_heads": 4}, (4, FSDP), (4, BOTH), 1e-6),
-]
-
-
-@case("B1", "B2", "B4")
-@pytest.mark.parametrize(("changes", "first", "other", "relative"), MOVES)
-def test_after_a_move_tokens_and_losses_are_those_of_the_first_mesh(
-    runs, tmp_path, changes, first, other, relative
-):
-    goes_on_alike(runs, tmp_path, BATCH | changes, first, other, relative)

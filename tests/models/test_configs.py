@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-import narrowgauge as ng
 from narrowgauge.system.errors import UserError
 from narrowgauge.system.files import shipped_names
 from narrowgauge.trainer.cli.line import config_values, read_line
@@ -51,17 +50,6 @@ def test_each_name_is_a_valid_configuration_wherever_a_file_is_read(tmp_path, mo
         load_values(Path("gpt9"))
     (tmp_path / "gpt3-13b").write_text("[training]\nsteps = 7\n")
     assert load_values(Path("gpt3-13b")) == {"training": {"steps": 7}}, "a file of the reader comes first"
-
-
-@pytest.mark.tier("thorough")  # a step of 8B parameters is counted
-def test_a_plan_of_a_named_model_is_of_its_published_training():
-    plan = ng.plan(model="llama3-8b", recipe="bf16", cluster="h100", devices=8)
-    config = plan.plan.config
-    assert (config.data.sequence_length, config.training.batch_size) == (8192, 512)
-    assert (config.optimizer.lr, config.schedule.warmup_steps) == (3e-4, 8000)
-    assert plan.as_json()["run"]["tokens"] == pytest.approx(15e12, rel=1e-6)
-    assert "arXiv 2407.21783" in plan.as_json()["defaults"]
-    assert "weight decay is not published" in str(plan)
 
 
 def test_what_is_given_stays_and_few_steps_shorten_the_warm_up():

@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 
 from narrowgauge.system.files import write_whole
-from narrowgauge.system.json_lines import append_lines
 from narrowgauge.trainer.checkpoint import (
     AsyncSaver,
     LocalTensor,
@@ -151,28 +150,8 @@ def restore(job: dict, rank: int, ranks: int) -> dict:
     assert path is not None
     truth = local_tensors_of(tensors_of(int(path.name.removeprefix("step-"))), rank, ranks)
     wanted = local_tensors_of(tensors_of(10**6), rank, ranks)
-    for change in job.get("changes", []):
-        group, name, kind = change
-        if kind == "drop":
-            del wanted[group][name]
-        elif kind == "add":
-            wanted[group][name] = wanted[group]["rows.torch.bfloat16"]
-        elif kind == "dtype":
-            wanted[group][name] = [
-                LocalTensor(p.tensor.float(), p.shape, p.offset) for p in wanted[group][name]
-            ]
-        elif kind == "shape":
-            wanted[group][name] = [
-                LocalTensor(p.tensor, (99, *p.shape[1:]), p.offset) for p in wanted[group][name]
-            ]
     state_before = torch.get_rng_state()
-    try:
-        checkpoint = restore_distributed(path, wanted, group_of(ranks))
-    except Exception as error:
-        untouched = local_tensors_of(tensors_of(10**6), rank, ranks)["optimizer"]
-        held = wanted["optimizer"]
-        changed = [n for n in untouched if not same_bits(held[n][0].tensor, untouched[n][0].tensor)]
-        return {"error": f"{type(error).__name__}: {error}", "changed": changed}
+    checkpoint = restore_distributed(path, wanted, group_of(ranks))
     wrong = [
         name
         for group, named in truth.items()
@@ -202,8 +181,6 @@ def in_background(job: dict, rank: int, ranks: int) -> dict:
     for step in job["steps"]:
         fill(local_tensors, local_tensors_of(tensors_of(step), rank, ranks))
         state["step"] = state["list"][0] = step
-        if job.get("poison") == step and rank == 1:
-            local_tensors["optimizer"]["columns.torch.float32"][0].tensor.view(-1)[0] = torch.nan
         try:
             saver.save(Path(job["path"]), step, local_tensors, state, 2, "run")
             said.append("begun")
@@ -232,11 +209,6 @@ def fill(local_tensors: dict, others: dict) -> None:
                 a.copy_(b)
 
 
-def append_for_ever(job: dict, rank: int, ranks: int) -> None:
-    while True:
-        append_lines(Path(job["path"]), [{"loss": 1.5, "padding": "x" * 20_000}])
-
-
 def write_text(job: dict, rank: int, ranks: int) -> None:
     write_whole(Path(job["path"]), "new")
 
@@ -247,7 +219,7 @@ def hold_lock(job: dict, rank: int, ranks: int) -> None:
         time.sleep(60)
 
 
-ALL = (save, restore, in_background, append_for_ever, write_text, hold_lock)
+ALL = (save, restore, in_background, write_text, hold_lock)
 JOBS = {job.__name__: job for job in ALL}
 
 
@@ -279,10 +251,6 @@ def main() -> None:
                 if pid == 0:
                     run_rank(job, rank, home)
                 pids.append(pid)
-            if "kill_after_s" in job:
-                time.sleep(job["kill_after_s"])
-                for pid in pids:
-                    os.kill(pid, signal.SIGKILL)
             waited = pids if job.get("wait", True) else []
             codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in waited]
             said = [home / f"said-{rank}" for rank in range(job["ranks"])]

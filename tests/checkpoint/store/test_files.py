@@ -1,7 +1,6 @@
 """Files that are written whole or not at all, and lines that outlive the process which appends them."""
 
 import os
-import signal
 
 import pytest
 
@@ -40,12 +39,8 @@ def test_only_regular_files_are_opened(tmp_path):
     (tmp_path / "real").write_text("x")
     (tmp_path / "link").symlink_to(tmp_path / "real")
     os.mkfifo(tmp_path / "pipe")
-    for name, words in (
-        ("link", "symbolic link"),
-        ("pipe", "not a regular file"),
-        ("", "not a regular file"),
-    ):
-        with pytest.raises(OSError, match=words):
+    for name in ("link", "pipe", ""):
+        with pytest.raises(OSError, match="symbolic link" if name == "link" else "not a regular file"):
             open_regular(tmp_path / name)
 
 
@@ -72,21 +67,3 @@ def test_damage_in_the_middle_names_file_and_line(tmp_path, bad):
     path.write_bytes(b'{"a": 1}\n' + bad + b'\n{"a": 3}\n')
     with pytest.raises(UserError, match=rf"{path}:2: .*fix or delete that line"):
         read_jsonl(path)
-
-
-def test_non_finite_numbers_stay_visible(tmp_path):
-    append_lines(tmp_path / "m", [{"loss": float("nan"), "grad_norm": float("inf")}])
-    (record,) = read_jsonl(tmp_path / "m")
-    assert record["loss"] != record["loss"]
-    assert record["grad_norm"] == float("inf")
-
-
-@pytest.mark.tier("thorough")
-def test_sigkill_while_appending_tears_at_most_the_last_line(tmp_path, on_ranks):
-    path = tmp_path / "m.jsonl"
-    for kill in range(5):
-        ended = on_ranks(1, "append_for_ever", path, kill_after_s=0.02 + 0.005 * kill)
-        assert ended.codes == [-signal.SIGKILL]
-        if path.exists():  # on a busy machine it was killed before the first line
-            assert all(len(record["padding"]) == 20_000 for record in read_jsonl(path))
-    assert len(read_jsonl(path)) > 5

@@ -10,12 +10,8 @@ import torch
 from narrowgauge.system.errors import UserError
 from narrowgauge.trainer.checkpoint.store.index import from_json, to_json
 from narrowgauge.trainer.checkpoint.store.save_plan import describe, make_index, plan_for_rank
-from narrowgauge.trainer.checkpoint.store.slices import (
-    LocalTensor,
-    TensorSlice,
-    full_tensor,
-    require_exact_cover,
-)
+from narrowgauge.trainer.checkpoint.store.slices import LocalTensor, TensorSlice, full_tensor
+from narrowgauge.trainer.checkpoint.store.slices import require_exact_cover as cover
 
 
 def grid(shape, rng):
@@ -46,7 +42,7 @@ def test_a_division_covers_and_any_slice_moved_or_lost_does_not():
     for _ in range(300):
         shape = tuple(rng.randint(1, 6) for _ in range(rng.randint(1, 3)))
         slices = grid(shape, rng)
-        require_exact_cover(shape, slices)
+        cover(shape, slices)
         assert count(shape, slices).eq(1).all()
         s = slices.pop(rng.randrange(len(slices)))
         d = rng.randrange(len(shape))
@@ -54,32 +50,18 @@ def test_a_division_covers_and_any_slice_moved_or_lost_does_not():
         for wrong in ([*slices, moved], slices, [*slices, s, s]):
             if s.numel:
                 with pytest.raises(ValueError, match=r"overlap|no slice holds|reaches beyond"):
-                    require_exact_cover(shape, wrong)
-
-
-def test_overlaps_put_a_tensor_together():
-    rng = random.Random(1)
-    x = torch.arange(5 * 7 * 3).reshape(5, 7, 3)
-    for _ in range(100):
-        stored, wanted = grid((5, 7, 3), rng), grid((5, 7, 3), rng)
-        for target in wanted:
-            out = torch.full(target.size, -1)
-            for source in stored:
-                if (common := source.overlap(target)) is not None:
-                    part = x[source.index][common.within(source).index]
-                    out[common.within(target).index] = part
-            assert torch.equal(out, x[target.index])
+                    cover(shape, wrong)
 
 
 def test_a_scalar_is_one_slice():
     one = TensorSlice((), ())
-    require_exact_cover((), [one])
+    cover((), [one])
     assert one.overlap(one) == one
     with pytest.raises(ValueError, match="overlap"):
-        require_exact_cover((), [one, one])
+        cover((), [one, one])
     with pytest.raises(ValueError, match="no slice holds 1 of the 1"):
-        require_exact_cover((), [])
-    require_exact_cover((0, 5), [])
+        cover((), [])
+    cover((0, 5), [])
 
 
 def plan(*ranks):
@@ -95,12 +77,6 @@ def test_what_all_hold_is_spread_evenly_and_what_one_holds_is_its_own():
             load[stored.file] += stored.slice.numel
     assert index["model"]["only"].slices[0].file == "model-00001-of-00004.safetensors"
     assert max(load.values()) - min(load.values()) <= 140
-
-
-def test_the_plan_is_the_same_for_every_order_of_names():
-    a, b = whole(4), whole(5)
-    one, other = plan({"a": a, "b": b}, {"b": b, "a": a}), plan({"b": b, "a": a}, {"a": a, "b": b})
-    assert all(one["model"][name].slices == other["model"][name].slices for name in "ab")
 
 
 def test_a_second_name_needs_all_holders_to_say_so():

@@ -45,20 +45,12 @@ def test_duplicates_go_if_they_are_to(lines, tmp_path):
     assert (kept.train_documents + kept.val_documents, kept.duplicates) == (1000, 0)
     once = prepare(lines, "bytes", tmp_path / "once", options=Options(dedup=True)).manifest
     assert (once.train_documents + once.val_documents, once.duplicates) == (950, 50)
-    assert once.request != kept.request
-    assert once.digest != kept.digest
     with pytest.raises(UserError, match="holds another corpus"):
         prepare(lines, "bytes", tmp_path / "all", options=Options(dedup=True))
 
 
-def test_a_larger_share_holds_out_the_same_and_more(lines, tmp_path):
-    shares, counts = (0.02, 0.1, 0.15, 0.5), []
-    for share in shares:
-        made = prepare(lines, "bytes", tmp_path / f"{share}", options=Options(val_fraction=share))
-        counts.append(made.manifest.val_documents)
-        assert abs(counts[-1] - 1000 * share) < 4 * (1000 * share) ** 0.5
-    assert counts == sorted(counts)
-    digests = np.random.default_rng(0).bytes(32 * 500)
+def test_a_larger_share_holds_out_the_same_and_more():
+    shares, digests = (0.02, 0.1, 0.15, 0.5), np.random.default_rng(0).bytes(32 * 500)
     for digest in (digests[i : i + 32] for i in range(0, len(digests), 32)):
         held_out = [is_held_out(digest, share) for share in shares]
         assert held_out == sorted(held_out)

@@ -4,9 +4,10 @@ That a save that fails or is killed leaves the older checkpoints whole, on one r
 checkpoint/store/; with real disks in faults/test_storage.py.
 """
 
+import errno
 import io
 import os
-from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,73 +24,45 @@ WAYS = pytest.mark.parametrize("way", [{}, {"checkpoint.asynchronous": True}], i
 
 
 @pytest.fixture
-def before_steps(monkeypatch):
-    """Before the steps named, `actions[n]()` is called, when no save is under way."""
-    train_step, submit, pending = Trainer.train_step, ThreadPoolExecutor.submit, []
+def full(monkeypatch):
+    """The steps whose saves find the disk full."""
+    steps, rename = set(), os.rename
 
-    def submit_and_remember(*arguments):
-        found = submit(*arguments)
-        if arguments[0]._thread_name_prefix == "checkpoint":
-            pending.append(found)
-        return found
+    def renamed(old, new):
+        if Path(new).name in {f"step-{step}" for step in steps}:
+            raise OSError(errno.ENOSPC, "No space left on device", str(new))
+        rename(old, new)
 
-    def do(actions):
-        def act_and_step(trainer, *arguments):
-            if action := actions.pop(trainer.step + 1, None):
-                wait(pending)
-                action()
-            return train_step(trainer, *arguments)
-
-        monkeypatch.setattr(ThreadPoolExecutor, "submit", submit_and_remember)
-        monkeypatch.setattr(Trainer, "train_step", act_and_step)
-
-    return do
-
-
-@pytest.fixture
-def disk(tmp_path):
-    """The place of the checkpoints of `train("run")`: `full()`, and `mended()` again."""
-
-    class Disk:
-        place, aside = tmp_path / "run" / "checkpoints", tmp_path / "aside"
-
-        def full(self):
-            self.place.rename(self.aside)
-            self.place.touch()  # a file, in which nothing can be made
-
-        def mended(self):
-            self.place.unlink()
-            self.aside.rename(self.place)
-
-    return Disk()
+    monkeypatch.setattr(os, "rename", renamed)
+    return steps
 
 
 @pytest.mark.tier("thorough")
 @WAYS
-def test_saves_that_fail_are_told_and_three_in_a_row_end_the_run(train, look, disk, before_steps, way):
+def test_saves_that_fail_are_told_and_three_in_a_row_end_the_run(train, look, tmp_path, full, way):
     """Failures that do not follow each other end nothing."""
-    before_steps({3: disk.full, 6: disk.mended, 9: disk.full})
-    said, run = io.StringIO(), look(disk.place.parent)
+    full |= {4, 10, 12, 14}
+    said, run = io.StringIO(), look(tmp_path / "run")
     with pytest.raises(SaveError, match="3 saves in a row have failed, and"):
         train("run", way | {"training.steps": 20}, said)
-    disk.mended()
+    full.clear()
     assert [event["step"] for event in run.events("save")] == [2, 6, 8]
     assert [event["step"] for event in run.events("save failed")] == [4, 10, 12, 14]
     assert said.getvalue().count("NOT SAVED: step") == 4
     assert run.steps[-1]["step"] == (16 if way else 14), "it is known at the next save"
     assert run.status["status"] == "failed"
-    assert steps(disk.place) == [6, 8]
+    assert steps(run.path / "checkpoints") == [6, 8]
     train("run", way | {"training.steps": 20})
     assert run.trajectory == look(train("other", {"training.steps": 20})).trajectory
 
 
 @pytest.mark.tier("thorough")
 @WAYS
-def test_the_last_save_must_succeed(train, look, disk, before_steps, way):
-    before_steps({6: disk.full})
+def test_the_last_save_must_succeed(train, look, tmp_path, full, way):
+    full.add(6)
     with pytest.raises(SaveError, match="step 6 could not be saved"):
         train("run", way | {"checkpoint.every": 4})
-    assert [event["step"] for event in look(disk.place.parent).events("save failed")][-1] == 6
+    assert [event["step"] for event in look(tmp_path / "run").events("save failed")][-1] == 6
 
 
 @pytest.mark.parametrize("changes", [{}, {"recipe.name": "msamp-o2"}, {"model.name": "gpt2-debug"}], ids=str)
@@ -150,15 +123,17 @@ def test_steps_are_on_the_disk_before_a_checkpoint_claims_them(train, tmp_path, 
     assert str(run / "checkpoints") in calls[at:], "the new name is synced"
 
 
-def test_a_directory_in_the_place_of_the_run_is_left_alone(train, before_steps, tmp_path, look):
+def test_a_directory_in_the_place_of_the_run_is_left_alone(train, monkeypatch, tmp_path, look):
     """As when a network disk is gone: under the old name there may be a directory, and it is another one."""
-    out, said = tmp_path / "run", io.StringIO()
+    out, said, take = tmp_path / "run", io.StringIO(), Trainer.train_step
 
-    def swap():
-        out.rename(tmp_path / "elsewhere")
-        out.mkdir()
+    def swap_and_step(trainer, *arguments):
+        if trainer.step == 3:
+            out.rename(tmp_path / "elsewhere")
+            out.mkdir()
+        return take(trainer, *arguments)
 
-    before_steps({4: swap})
+    monkeypatch.setattr(Trainer, "train_step", swap_and_step)
     with pytest.raises(FileNotFoundError, match="run directory is gone, and another one is in its place"):
         train(said=said)
     assert os.listdir(out) == []

@@ -1,6 +1,7 @@
 """The arithmetic of a CPU, of matmuls and of attention: the faster of two, the same for the whole run."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -69,20 +70,16 @@ def test_the_faster_one_is_chosen_and_kept(monkeypatch, tmp_path):
 
 def test_all_ranks_compute_as_the_first_one_chose():
     """The choice travels as JSON; at first it did not, and a run on two processes could not begin."""
+    said, cpu, shape = [], torch.device("cpu"), AttentionShape(32, 64)
 
-    class Ranks:
-        rank, said = 0, ""
+    def broadcast(value):
+        said.append(json.dumps(value))
+        return json.loads(said[0])
 
-        def broadcast(self, value):
-            self.said = self.said or json.dumps(value)
-            return json.loads(self.said)
-
-    ranks, cpu = Ranks(), torch.device("cpu")
-    shape = AttentionShape(32, 64)
-    first = arithmetic.choose_arithmetic(1, shape, lambda: [], cpu, ranks, print)
-    ranks.rank = 1
+    ranks = [SimpleNamespace(rank=rank, broadcast=broadcast) for rank in (0, 1)]
+    first = arithmetic.choose_arithmetic(1, shape, lambda: [], cpu, ranks[0], print)
     try:
-        assert arithmetic.choose_arithmetic(1, shape, lambda: 1 / 0, cpu, ranks, print) == first
+        assert arithmetic.choose_arithmetic(1, shape, lambda: 1 / 0, cpu, ranks[1], print) == first
     finally:
         arithmetic.NO_CHOICE.choose()
     assert first.facts == {"products": HAS_BF16, "attention": "torch"}
@@ -91,25 +88,22 @@ def test_all_ranks_compute_as_the_first_one_chose():
 @pytest.mark.skipif(not build.compiler(), reason="there is no C compiler")
 def test_the_faster_attention_is_chosen_by_head_and_length_and_kept(monkeypatch, tmp_path):
     monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path))
-    assert measured_attention(AttentionShape(32, 64)) in ("in-order", "torch")  # truly timed
-    seconds = {"in-order": 1.1, "torch": 1.0}
-    monkeypatch.setattr(arithmetic, "_attention_seconds", lambda way, shape: seconds[way])
-    assert measured_attention(AttentionShape(32, 128)) == "in-order", "a close race"
-    seconds["torch"] = 0.5
-    assert measured_attention(AttentionShape(32, 128)) == "in-order", "kept"
-    assert measured_attention(AttentionShape(64, 128)) == "torch"
-    assert measured_attention(AttentionShape(24, 128)) == "torch", "which the C does not compute"
-
-
-def test_attention_of_fp16_values_is_computed_in_fp32_where_that_is_faster(monkeypatch, tmp_path):
-    monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path))
     monkeypatch.delenv(ATTENTION, raising=False)
-    assert measured_attention(AttentionShape(24, 64, "fp16")) in ("fp32", "torch")  # truly timed
-    seconds = {"fp32": 1.0, "torch": 5.0}
-    monkeypatch.setattr(arithmetic, "_attention_seconds", lambda way, shape: seconds[way])
-    shape = AttentionShape(32, 64, "fp16")
-    assert attention_of([], shape) == "fp32"
-    assert attention_of([{"event": "start", "attention": "in-order"}], shape) == "in-order"
+    assert measured_attention(AttentionShape(32, 64)) in ("in-order", "torch")  # truly timed
+    for shape, in_order_s, fp32_s, expected in (
+        ((32, 128), 0.9, 9.0, "in-order"),
+        ((32, 128), 9.0, 9.0, "in-order"),  # kept
+        ((64, 128), 1.1, 9.0, "in-order"),  # a close race
+        ((128, 128), 9.0, 9.0, "torch"),
+        ((24, 128), 0.1, 9.0, "torch"),  # which the C does not compute
+        ((32, 64, "fp16"), 0.1, 0.2, "fp32"),
+    ):
+        seconds = {"in-order": in_order_s, "torch": 1.0, "fp32": fp32_s}
+        monkeypatch.setattr(arithmetic, "_attention_seconds", lambda way, shape, s=seconds: s[way])
+        assert measured_attention(AttentionShape(*shape)) == expected, shape
+
+
+def test_attention_of_fp16_values_is_computed_in_fp32():
     q, k, v = torch.randn(3, 1, 2, 8, 16).half()
     try:
         choose_attention("fp32")

@@ -6,12 +6,8 @@ import pytest
 import torch
 
 from narrowgauge.trainer.checkpoint import is_finite, load, steps
-from narrowgauge.trainer.data import prepare
-from narrowgauge.trainer.training import Diverged, make_config
-from narrowgauge.trainer.training.step.trainer import Trainer
+from narrowgauge.trainer.training import Diverged
 from support.fault_table import case
-
-CPU = torch.device("cpu")
 
 
 def spoil(trainer, at_steps, value=math.nan):
@@ -32,16 +28,14 @@ def state_of(trainer):
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_a_bad_gradient_leaves_every_bit(tiny, value):
-    config = make_config(tiny({"recipe.name": "fp32"}))
-    corpus = prepare(config.data.source, config.data.tokenizer)
-    trainer = Trainer.begin(config, CPU)
+def test_a_bad_gradient_leaves_every_bit(begin, value):
+    trainer, batches = begin({"recipe.name": "fp32"})
     spoil(trainer, {3}, value)
-    trainer.train_step(trainer.batches(corpus.train))
-    trainer.train_step(trainer.batches(corpus.train))
+    for _ in range(2):
+        trainer.train_step(batches)
     before = state_of(trainer)
     assert any(name.endswith(".m.values") for name in before)
-    loss, norm, _ = trainer.train_step(trainer.batches(corpus.train))
+    loss, norm, _ = trainer.train_step(batches)
     assert math.isfinite(loss)
     assert not math.isfinite(norm)
     after = state_of(trainer)
@@ -49,7 +43,7 @@ def test_a_bad_gradient_leaves_every_bit(tiny, value):
     for name, tensor in before.items():
         assert torch.equal(after[name], tensor), name
     assert (trainer.step, trainer.guard.skips_in_a_row) == (3, 1)
-    trainer.train_step(trainer.batches(corpus.train))
+    trainer.train_step(batches)
     assert trainer.guard.skips_in_a_row == 0
     assert not torch.equal(state_of(trainer)["head.weight"], before["head.weight"])
 
@@ -79,11 +73,9 @@ def test_bad_steps_are_told_and_too_many_in_a_row_end_the_run_also_across_a_stop
             assert all(map(is_finite, group.values()))
 
 
-def test_fp16_scales_its_loss_and_lowers_the_scale_where_it_overflows(tiny, tmp_path):
-    config = make_config(tiny({"recipe.name": "fp16"}))
-    trainer = Trainer.begin(config, CPU)
+def test_fp16_scales_its_loss_and_lowers_the_scale_where_it_overflows(begin, tmp_path):
+    trainer, batches = begin({"recipe.name": "fp16"})
     scale, before = trainer.scaler.get_scale(), state_of(trainer)
-    batches = trainer.batches(prepare(config.data.source, config.data.tokenizer).train)
     hook = trainer.model.head.weight.register_hook(lambda g: g * math.inf)
     trainer.train_step(batches)
     hook.remove()

@@ -6,7 +6,6 @@ from functools import partial
 import pytest
 import torch
 
-from narrowgauge.trainer.data import prepare
 from narrowgauge.trainer.training import make_config
 from narrowgauge.trainer.training.step.nan_tracer import COMPILED, NOTHING, FirstBad, earliest
 from narrowgauge.trainer.training.step.trainer import Trainer
@@ -17,14 +16,11 @@ WIDE = {"model.dim": 64, "model.ffn_dim": 96}  # large enough for narrow moments
 
 
 @pytest.fixture
-def begin(tiny):
+def begin(begin):
     """A trainer after two good steps, and its batches."""
 
     def do(name="fp8", **changes):
-        config = make_config(tiny(WIDE | {"recipe.name": name, "training.steps": 20} | changes))
-        corpus = prepare(config.data.source, config.data.tokenizer)
-        trainer = Trainer.begin(config, CPU)
-        batches = trainer.batches(corpus.train)
+        trainer, batches = begin(WIDE | {"recipe.name": name, "training.steps": 20} | changes)
         for _ in range(2):
             trainer.train_step(batches)
         return trainer, batches

@@ -5,7 +5,6 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from narrowgauge.trainer.data import prepare
 from narrowgauge.trainer.training import Corrupted, make_config
 from narrowgauge.trainer.training.step.replica_check import (
     differing_ranks,
@@ -72,13 +71,10 @@ def flip_once(trainer, call):
 
 
 @pytest.mark.parametrize(("call", "is_seen"), [(3, True), (6, True), (2, False)])
-def test_a_step_that_comes_out_otherwise_the_second_time(tiny, call, is_seen):
+def test_a_step_that_comes_out_otherwise_the_second_time(begin, call, is_seen):
     """Two micro-batches a step; of the steps 1, 2 and 3, only the second is computed twice."""
-    config = make_config(tiny({"recipe.name": "fp8", "guard.replay_every": 2}))
-    corpus = prepare(config.data.source, config.data.tokenizer)
-    trainer = Trainer.begin(config, CPU)
+    trainer, batches = begin({"recipe.name": "fp8", "guard.replay_every": 2})
     flip_once(trainer, call)
-    batches = trainer.batches(corpus.train)
     trainer.train_step(batches)
     words = r"step 2 .*the gradient of blocks\.1\.gate_up\.weight differs"
     with pytest.raises(Corrupted, match=words) if is_seen else nullcontext():
