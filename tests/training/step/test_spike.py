@@ -76,7 +76,7 @@ class Killed(BaseException):
     """In place of kill -9: nothing in the run goes on after it."""
 
 
-@pytest.mark.tier("thorough")  # real kills at random moments: faults/test_numerics.py
+@pytest.mark.tier("thorough")  # whole runs
 def test_killed_between_a_rollback_and_the_next_save(spiky, look, train, trained, monkeypatch, tmp_path):
     changes = spiky("rollback")
     expected, killed, take = look(trained(changes)), look(tmp_path / "killed"), Trainer.train_step
