@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from narrowgauge.trainer.experiment.power import Plan, seeds_for_equality, smallest_gap
-from narrowgauge.trainer.report.page.rungs import facts, probe_table
+from narrowgauge.trainer.report.page.rungs import facts
+from narrowgauge.trainer.report.read.stored import Probe
 from narrowgauge.trainer.report.table.table import ends, percent
 from narrowgauge.trainer.report.verdict.rows import Row
 from narrowgauge.trainer.report.verdict.rule import MARGIN, Judgement, is_control
@@ -18,6 +19,7 @@ from publish.tables import (
     main_table,
     markdown,
     prediction_table,
+    probe_table,
     rate_table,
     share_table,
 )
@@ -60,7 +62,7 @@ def results_markdown(
         )
     if probe is not None:
         trained = {arm: probe["recipes"][arm] for arm in _arms(rows) if arm in probe["recipes"]}
-        parts.append("### The probe\n\n" + markdown(*probe_table({"recipes": trained}, results)))
+        parts.append("### The probe\n\n" + markdown(*probe_table(Probe(recipes=trained), results)))
     return "\n\n".join(part.rstrip() for part in parts) + "\n"
 
 

@@ -5,7 +5,8 @@ import statistics
 from collections.abc import Sequence
 
 from narrowgauge.system.units import human_count
-from narrowgauge.trainer.report.page.rungs import Table
+from narrowgauge.trainer.report.page.rungs import agreement
+from narrowgauge.trainer.report.read.stored import Probe
 from narrowgauge.trainer.report.table.table import ends, percent
 from narrowgauge.trainer.report.verdict.rows import Row
 from narrowgauge.trainer.report.verdict.verdict import Verdict
@@ -16,6 +17,14 @@ COLUMNS = (
     *("arm", "tokens", "seeds", "gap", "95 % interval", "all arms at once", "deviation"),
     *("bf16 forward", "extra tokens", "verdict"),
 )
+PROBED = {
+    "loss_increase": ("loss increase", ".4f"),
+    "gradient_cosine": ("cosine", ".3f"),
+    "effective_bits": ("effective bits", ".1f"),
+    "averaging_slope": ("averaging slope", ".2f"),
+    "noise_ratio": ("gradient / noise", ".1f"),
+}
+Table = tuple[Sequence[str], list[list[str]]]  # head, lines
 PREDICTED = ("arm", "what", "predicted", "measured", "95 % interval", "outcome")
 
 
@@ -113,6 +122,16 @@ def share_table(rows: Sequence[Row]) -> Table:
         for part, whole, reference, share, by_seed in shares(rows)
     ]
     return ("part", "of the gap of", "to", "share", "95 % interval", "by seed, %"), lines
+
+
+def probe_table(probe: Probe, results: Sequence[Verdict] = ()) -> Table:
+    """The figures of the probe for each arm's recipe, and their agreement with the gaps of each rung."""
+    lines = []
+    for arm in probe.recipes:
+        means = [(probe.mean(arm, key), form) for key, (_, form) in PROBED.items()]
+        lines.append([arm, *("-" if mean is None else f"{mean:{form}}" for mean, form in means)])
+    head = ("arm", *(title for title, _ in PROBED.values()))
+    return head, [*lines, *agreement(probe, results, [*PROBED])]
 
 
 def _end(value: float) -> str:

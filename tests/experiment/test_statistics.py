@@ -9,12 +9,14 @@ from rich.console import Console
 
 from narrowgauge.system.t_interval import interval
 from narrowgauge.trainer.report import print_comparison
-from narrowgauge.trainer.report.page.rungs import probe_table, rungs_section, rungs_svg
+from narrowgauge.trainer.report.page.rungs import rungs_section, rungs_svg
+from narrowgauge.trainer.report.read.stored import Probe
 from narrowgauge.trainer.report.verdict.rows import COLUMNS, Row, read_rows, rows_text
 from narrowgauge.trainer.report.verdict.verdict import extra_tokens, row_verdicts
 from publish.contrasts import ratio_interval
 from publish.page import results_markdown
 from publish.predictions import outcome, read_predictions
+from publish.tables import probe_table
 
 HEAD = "| arm | against | loss | rung | predicted gap | why |\n| - | - | - | - | - | - |\n"
 
@@ -129,7 +131,7 @@ def test_the_probe_is_compared_with_the_gaps_by_rank():
         arm: {"loss_increase": {"mean": loss}, "effective_bits": {"mean": bits}, "noise_ratio": None}
         for arm, (loss, bits) in figures.items()
     }
-    head, lines = probe_table({"recipes": probed}, results)
+    head, lines = probe_table(Probe(recipes=probed), results)
     last = dict(zip(head, lines[-1], strict=True))
     assert last["arm"] == "Spearman with the gaps at rung 2 (arms)"
     assert (last["loss increase"], last["effective bits"]) == ("+0.50 (3)", "-1.00 (3)")
@@ -147,9 +149,8 @@ def test_a_page_escapes_names_and_a_narrow_terminal_shows_every_figure():
     page = results_markdown(rows, predicted("far | bf16 | own | 2 | +1 .. +inf"), "x.svg")
     assert "resolved" in page
     assert "| far | 4.00 k | 5 | +29.97 % | +29.92 .. +30.02 % |" in page
-    page = rungs_section(
-        rows, row_verdicts(rows), 500, {"recipes": {"far": {"effective_bits": {"mean": 3.1}}}}
-    )
+    probed = Probe(recipes={"far": {"effective_bits": {"mean": 3.1}}})
+    page = rungs_section(rows, row_verdicts(rows), 500, probed)
     assert "&lt;b&gt;" in page
     assert "<b>" not in page
     assert "3.1" in page

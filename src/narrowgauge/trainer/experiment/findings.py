@@ -8,14 +8,13 @@ the same page.
 from collections.abc import Sequence
 
 from narrowgauge.trainer.experiment.power import power_text
-from narrowgauge.trainer.experiment.probe import read_probe
 from narrowgauge.trainer.report.page.html import page as page_without_script
 from narrowgauge.trainer.report.page.page import render_report
 from narrowgauge.trainer.report.page.rungs import rungs_section
 from narrowgauge.trainer.report.page.standing import standing
 from narrowgauge.trainer.report.page.subject import Subject, read_begun, rows_of
 from narrowgauge.trainer.report.read.run import Run
-from narrowgauge.trainer.report.read.stored import PlannedComparison
+from narrowgauge.trainer.report.read.stored import PlannedComparison, Probe, read_stored
 from narrowgauge.trainer.report.verdict.verdict import Verdict, row_verdicts, verdicts, with_runs
 
 
@@ -35,7 +34,7 @@ def page_of(one: Subject, states: Sequence[Run], is_live: bool = False, more: st
         return page_without_script(one.name, section, is_live)
     rungs = by_rows(planned) if planned else []
     if planned and (rows := rows_of(planned)):
-        probe = read_probe(one.folder)
+        probe = read_stored(Probe, one.folder / "probe.json")
         more = rungs_section(rows, rungs, planned.parameters, probe) + more
     command = planned.command if planned else ""
     return render_report(runs, command, more, section, is_live, rungs)

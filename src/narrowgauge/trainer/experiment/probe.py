@@ -5,34 +5,25 @@ in OUT/probe.json. So a reader sees which figure of a minute predicts the gap of
 """
 
 import json
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from narrowgauge.system.errors import UserError
 from narrowgauge.system.files import write_whole
 from narrowgauge.trainer.analysis import open_probed, probe, probe_json
 from narrowgauge.trainer.experiment.design import Experiment
 from narrowgauge.trainer.experiment.jobs import state_of
+from narrowgauge.trainer.report.read.stored import Probe, read_stored
 from narrowgauge.trainer.runs.run_directory import PROBE
 
 _BATCHES, _DRAWS = 4, 4
 
 
-def read_probe(out: Path) -> Mapping[str, Any] | None:
-    """The stored probe of an experiment; None if there is none yet."""
-    try:
-        found = json.loads((out / PROBE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) and "recipes" in found else None
-
-
 def probe_arms(experiment: Experiment, out: Path) -> None:
     """Probe the recipe of each arm whose runs are done and that is not yet in OUT/probe.json."""
     trunk = experiment.trunks[0]
-    known = dict((read_probe(out) or {}).get("recipes", {}))
+    kept = read_stored(Probe, out / PROBE)
+    known = kept.model_dump()["recipes"] if kept else {}
     recipes = {
         run.arm: run.config.spec.recipe for run in experiment.trunks if state_of(out / run.name) == "done"
     }

@@ -14,9 +14,9 @@ import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from typing import Any, TypeVar
+from typing import Any
 
-from narrowgauge.trainer.report.page.events import SILENT, event_name, reason_of
+from narrowgauge.trainer.report.page.events import SILENT, event_name, reason_of, thin
 from narrowgauge.trainer.report.read.run import Run
 from narrowgauge.trainer.report.read.steps import Step
 from narrowgauge.trainer.report.verdict.groups import groups, references
@@ -25,7 +25,6 @@ POINTS_PER_RUN = 1200
 POINTS_PER_PAGE = 9000  # about 110 bytes a point: a fifth of the 5 MB a page may have
 EVENTS_PER_PAGE = 4000
 METRICS = ("loss", "lr", "grad_norm", "tokens_per_s")
-T = TypeVar("T")
 Curve = dict[str, list[float | None]]
 
 
@@ -134,12 +133,6 @@ def _non_finite(steps: Sequence[Step]) -> list[dict[str, Any]]:
     starts = [i for i, now in enumerate(bad) if now and not (i and bad[i - 1])]
     event = {"event": "not finite", "reason": "the loss was not finite"}
     return [{**event, "step": steps[i].step} for i in starts]
-
-
-def thin(items: Sequence[T], limit: int) -> list[T]:
-    """Every n-th item, at most `limit`, always with the last one."""
-    stride = math.ceil(len(items) / limit) or 1
-    return list(items[::-1][::stride][::-1])
 
 
 class _Clock:

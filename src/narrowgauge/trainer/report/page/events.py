@@ -4,8 +4,9 @@ On the time line an event is a mark; the table shows the same without a pointer.
 affects the recipe is called a precision change; the guard's change is a raise.
 """
 
+import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from narrowgauge.trainer.report.page.html import Cell, Table
 from narrowgauge.trainer.report.read.run import Run
@@ -16,6 +17,7 @@ ROWS = 400  # at most, of all runs together
 PRECISION = "precision change"
 
 Event = Mapping[str, Any]
+T = TypeVar("T")
 
 
 def event_name(event: Event) -> str:
@@ -48,21 +50,24 @@ def events(runs: Sequence[Run]) -> Table:
 
 
 def _rows(run: Run, most: int) -> list[tuple[str, str, str, str]]:
-    """(run, step, event, reason) of the first and the last events of a run, in their order."""
-    shown = [event for event in run.events if event["event"] not in (*SILENT, "save")]
-    half = most // 2
-    left_out = len(shown) - 2 * half
-    if left_out > 0:
-        shown = [*shown[:half], *shown[-half:]]
+    """(run, step, event, reason) of the events of a run, thinned evenly."""
+    all_events = [event for event in run.events if event["event"] not in (*SILENT, "save")]
+    shown = thin(all_events, most)
     rows: list[tuple[str, str, str, str]] = [
         (run.name, f"{event['step']:,}", event_name(event), Cell(reason_of(event)[:300], "reason"))
         for event in shown
     ]
-    if left_out > 0:
-        rows.insert(half, (run.name, "", f"{left_out:,} more", "in metrics.jsonl"))
+    if left_out := len(all_events) - len(shown):
+        rows.append((run.name, "", f"{left_out:,} more", "in metrics.jsonl"))
     if saves := run.count("save"):
         rows.append((run.name, "", f"{saves:,} save{'s' * (saves != 1)}", ""))
     return rows
+
+
+def thin(items: Sequence[T], limit: int) -> list[T]:
+    """Every n-th item, at most `limit`, always with the last one."""
+    stride = math.ceil(len(items) / limit) or 1
+    return list(items[::-1][::stride][::-1])
 
 
 def _changes(event: Event) -> dict[str, tuple[object, object]]:

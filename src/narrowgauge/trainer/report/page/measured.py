@@ -22,7 +22,7 @@ from narrowgauge.trainer.report.read.stored import (
 )
 
 HATCHES = 8  # patterns in page.css
-_FIGURES = {  # title, format, and the word for an infinite value
+FIGURES = {  # title, format, and the word for an infinite value
     "loss_increase": ("loss increase, nats", ".5f", ""),
     "gradient_cosine": ("gradient cosine", ".5f", ""),
     "gradient_bias": ("gradient bias", "+.5f", ""),
@@ -45,20 +45,25 @@ def analysis(runs: Sequence[Run]) -> list[tuple[str, list[tuple[str, Table]]]]:
 
 
 def _probe(probe: Probe) -> tuple[str, Table]:
+    text = (
+        f"What each recipe would do to the weights after step {probe.step:,}, without training: means over "
+        "held-out batches and half of their 95 % intervals."
+    )
+    return text, probe_table(probe)
+
+
+def probe_table(probe: Probe, more: Sequence[Sequence[str]] = ()) -> Table:
+    """The figures of each recipe, and more lines."""
     rows = []
     for recipe, figures in probe.recipes.items():
         cosine = figures.get("gradient_cosine")
         is_broken = isinstance(cosine, Figure) and cosine.mean is None
         cells = (
             _figure(figures.get(key), digits, "" if is_broken else infinite)
-            for key, (_, digits, infinite) in _FIGURES.items()
+            for key, (_, digits, infinite) in FIGURES.items()
         )
         rows.append([recipe, *cells])
-    text = (
-        f"What each recipe would do to the weights after step {probe.step:,}, without training: means over "
-        "held-out batches and half of their 95 % intervals."
-    )
-    return text, Table("Probe", ["recipe", *(name for name, *_ in _FIGURES.values())], rows)
+    return Table("Probe", ["recipe", *(name for name, *_ in FIGURES.values())], [*rows, *more])
 
 
 def _figure(figure: object, digits: str, infinite: str) -> str:

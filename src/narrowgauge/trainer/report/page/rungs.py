@@ -6,14 +6,14 @@ The same rows give the same bytes. A gap beyond 6 % is printed with an arrow, so
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from markupsafe import Markup
 
 from narrowgauge.forecast.svg import BAND, COLORS, RULE, ZERO, Axis, Drawing
 from narrowgauge.trainer.analysis.rank_correlation import rank_correlation
-from narrowgauge.trainer.report.page.html import Table, part
-from narrowgauge.trainer.report.table.table import TEXT_COLUMNS
+from narrowgauge.trainer.report.page.html import part
+from narrowgauge.trainer.report.page.measured import FIGURES, probe_table
+from narrowgauge.trainer.report.read.stored import Probe
 from narrowgauge.trainer.report.verdict.rows import DIVERGED, Row
 from narrowgauge.trainer.report.verdict.rule import MARGIN
 from narrowgauge.trainer.report.verdict.verdict import Verdict
@@ -21,14 +21,6 @@ from narrowgauge.trainer.report.verdict.verdict import Verdict
 _LEFT, _TOP, _ROW = 64.0, 56.0, 22.0
 _WIDTH, _CURVES, _GAP, _NAMES = 1080.0, 380.0, 56.0, 190.0
 _LARGEST = 6.0  # percent; larger gaps are drawn as arrows
-Lines = tuple[Sequence[str], list[list[str]]]  # head, lines
-_PROBED = {
-    "loss_increase": ("loss increase", ".4f"),
-    "gradient_cosine": ("cosine", ".3f"),
-    "effective_bits": ("effective bits", ".1f"),
-    "averaging_slope": ("averaging slope", ".2f"),
-    "noise_ratio": ("gradient / noise", ".1f"),
-}
 
 
 def rungs_svg(results: Sequence[Verdict], parameters: int, reference: str) -> str:
@@ -108,34 +100,21 @@ def _draw_forest(
             drawing.dot(x(gap), y, 3.5, color)
 
 
-def probe_table(probe: Mapping[str, Any], results: Sequence[Verdict] = ()) -> Lines:
-    """The figures of the probe for each arm's recipe, from its JSON, and their agreement with the gaps.
+def agreement(probe: Probe, results: Sequence[Verdict], keys: Sequence[str]) -> list[list[str]]:
+    """For each rung, Spearman's rank correlation of figures of the probe with the mean gaps, as texts.
 
-    Below the arms there is, for each rung, Spearman's rank correlation of each column with the mean gaps, if
-    three or more arms have both. A good figure is near 1, or near -1 if less is worse.
+    Three or more arms must have both. A good figure is near 1, or near -1 if less is worse.
     """
     lines = []
-    for arm, figures in probe["recipes"].items():
-        means = [(figures.get(key) or {}).get("mean") for key in _PROBED]
-        texts = [
-            "-" if mean is None else f"{mean:{form}}"
-            for mean, (_, form) in zip(means, _PROBED.values(), strict=True)
-        ]
-        lines.append([arm, *texts])
-    lines += [_agreement(probe, results, rung) for rung in sorted({result.rung for result in results})]
-    return ("arm", *(title for title, _ in _PROBED.values())), lines
-
-
-def _agreement(probe: Mapping[str, Any], results: Sequence[Verdict], rung: int) -> list[str]:
-    """The rank correlations of the probe's columns with the gaps at a rung."""
-    gaps = {r.name: r.alone.mean for r in results if r.rung == rung and math.isfinite(r.alone.mean)}
-    texts = []
-    for key in _PROBED:
-        found = {arm: (probe["recipes"].get(arm, {}).get(key) or {}).get("mean") for arm in gaps}
-        pairs = [(mean, gaps[arm]) for arm, mean in found.items() if mean is not None]
-        value = rank_correlation(*zip(*pairs, strict=True)) if len(pairs) > 2 else math.nan
-        texts.append("-" if math.isnan(value) else f"{value:+.2f} ({len(pairs)})")
-    return [f"Spearman with the gaps at rung {rung} (arms)", *texts]
+    for rung in sorted({one.rung for one in results}):
+        gaps = {one.name: one.alone.mean for one in results if one.rung == rung and one.gaps}
+        texts = []
+        for key in keys:
+            pairs = [(x, gap) for arm, gap in gaps.items() if (x := probe.mean(arm, key)) is not None]
+            value = rank_correlation(*zip(*pairs, strict=True)) if len(pairs) > 2 else math.nan
+            texts.append("-" if math.isnan(value) else f"{value:+.2f} ({len(pairs)})")
+        lines.append([f"Spearman with the gaps at rung {rung} (arms)", *texts])
+    return lines
 
 
 def facts(rows: Sequence[Row]) -> list[str]:
@@ -152,7 +131,7 @@ def facts(rows: Sequence[Row]) -> list[str]:
 
 
 def rungs_section(
-    rows: Sequence[Row], results: Sequence[Verdict], parameters: int, probe: Mapping[str, Any] | None
+    rows: Sequence[Row], results: Sequence[Verdict], parameters: int, probe: Probe | None
 ) -> Markup:
     """The sections that a measured experiment adds to a page: gaps over its rungs, and the probe.
 
@@ -163,5 +142,5 @@ def rungs_section(
         probe: The figures of `narrowgauge probe` for each arm's recipe; None without them.
     """
     svg = Markup(rungs_svg(results, parameters, rows[0].arm)) if results else ""
-    probed = None if probe is None else Table("The probe", *probe_table(probe, results), TEXT_COLUMNS)
+    probed = probe and probe_table(probe, agreement(probe, results, [*FIGURES]))
     return part("rungs", " ".join(facts(rows)), svg, probed)

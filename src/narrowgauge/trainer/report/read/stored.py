@@ -38,6 +38,11 @@ class Probe(BaseModel):
     step: int = 0
     recipes: dict[str, dict[str, Figure | list[Any] | None]] = Field(min_length=1)
 
+    def mean(self, recipe: str, key: str) -> float | None:
+        """The mean of a figure; None if there is none."""
+        found = self.recipes.get(recipe, {}).get(key)
+        return found.mean if isinstance(found, Figure) else None
+
 
 class Cost(BaseModel):
     """What one place of one layer costs, in a unit; None if it is not finite."""

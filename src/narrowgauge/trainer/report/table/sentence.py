@@ -12,7 +12,7 @@ from functools import partial
 from narrowgauge.system.t_interval import CONFIDENCE
 from narrowgauge.system.units import human_count, signed_percent
 from narrowgauge.trainer.report.read.run import ENDED, Run
-from narrowgauge.trainer.report.table.table import ends, format_loss
+from narrowgauge.trainer.report.table.table import ends, format_loss, mean_loss
 from narrowgauge.trainer.report.verdict.rule import MARGIN
 from narrowgauge.trainer.report.verdict.verdict import Verdict, verdicts
 
@@ -98,9 +98,8 @@ def _of_many(found: Sequence[Verdict]) -> list[str]:
     reference, others = found[0], [v for v in found[1:] if not v.has_failed]
     loss = "validation loss" if reference.by_validation else "train loss"
     if len(found) == 1:
-        spread = "" if reference.loss_deviation is None else f" ± {reference.loss_deviation:.4f}"
-        count = _count(len(reference.runs), "seed")
-        return [f"{reference.name}: {loss} {format_loss(reference.loss)}{spread}, {count}."]
+        mean = mean_loss(list(reference.runs.values()), reference.kind)
+        return [f"{reference.name}: {loss} {mean}, {_count(len(reference.runs), 'seed')}."]
 
     to, proven = reference.name, [v for v in others if v.is_proven]
     sentences = [

@@ -96,8 +96,8 @@ def _figures(runs: Sequence[Run]) -> dict[str, str]:
     at, steps = runs[0].final_validation, runs[0].steps
     is_early = len(runs) == 1 and at is not None and bool(steps) and at.step != steps[-1].step
     return {
-        "val loss": _loss(runs, "final_val_loss") + (f" at step {at.step:,}" if is_early and at else ""),
-        "train loss": _loss(runs, "final_train_loss"),
+        "val loss": mean_loss(runs, "final_val_loss") + (f" at step {at.step:,}" if is_early and at else ""),
+        "train loss": mean_loss(runs, "final_train_loss"),
         "tokens": " to ".join(map(human_count, tokens[:: max(1, len(tokens) - 1)])) or NOTHING,
         "tokens/s": _speed(mean_of(runs, "tokens_per_s"), backends),
         "memory": NOTHING if memory is None else human_bytes(memory),
@@ -108,7 +108,7 @@ def _figures(runs: Sequence[Run]) -> dict[str, str]:
     }
 
 
-def _loss(runs: Sequence[Run], kind: str) -> str:
+def mean_loss(runs: Sequence[Run], kind: str) -> str:
     """A last loss, or the mean over several runs; none if one failed, since the others are the lucky ones."""
     if len(runs) > 1 and any(run.has_failed for run in runs):
         return NOTHING

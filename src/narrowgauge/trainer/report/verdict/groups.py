@@ -39,12 +39,14 @@ class Group:
         return any(run.has_failed for run in self.runs.values())
 
     @property
+    def kind(self) -> str:
+        """The loss by which runs are compared."""
+        return "final_val_loss" if self.by_validation else "final_train_loss"
+
+    @property
     def losses(self) -> list[float]:
         """The last losses of the runs that have one."""
-        found = (
-            run.final_val_loss if self.by_validation else run.final_train_loss for run in self.runs.values()
-        )
-        return [loss for loss in found if loss is not None]
+        return [loss for run in self.runs.values() if (loss := getattr(run, self.kind)) is not None]
 
 
 def mean_of(runs: Iterable[Run], figure: str) -> float | None:

@@ -114,12 +114,6 @@ class Verdict(Group):
         return statistics.fmean(self.losses) if self.losses and not is_lucky else None
 
     @property
-    def loss_deviation(self) -> float | None:
-        """Standard deviation of the loss over the seeds."""
-        is_known = len(self.losses) > 1 and self.loss is not None and math.isfinite(self.loss)
-        return statistics.stdev(self.losses) if is_known else None
-
-    @property
     def tokens_per_s(self) -> float | None:
         """Mean over the seeds."""
         return mean_of(self.runs.values(), "tokens_per_s")
