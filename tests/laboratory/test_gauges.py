@@ -55,11 +55,11 @@ def test_the_noise_is_that_of_the_cast():
 
 def test_readings_every_other_step_with_a_custom_gauge(tmp_path):
     model = model_of()
-    with ng.gauges(model, every=2, own={"largest": lambda x, seen: x.abs().max()}) as gauges:
+    with ng.gauges(model, every=2, own={"top": lambda x, seen: x.abs().max()}) as gauges:
         train(model, adamw(model), steps=4)
     assert list(gauges.readings) == [2, 4]
     operands = [row for row in gauges.map(2) if row.place == "fprop.x"]
-    assert all(row["largest"] > 0 for row in operands)
+    assert all(row["top"] > 0 for row in operands)
     assert gauges.entries()["narrowgauge/fprop.x/sqnr_db"] > 10
     page = gauges.report(tmp_path / "x.html").read_text()
     assert "fprop.x" in page
