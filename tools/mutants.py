@@ -136,7 +136,7 @@ def hunt(mutant: Mutant, copies: "queue.Queue[Path]", tier: str, is_near: bool) 
 def keep(mutant: Mutant, found: str) -> None:
     """Writes into the table which test found a fault."""
     parts = TABLE.read_text(encoding="utf-8").split("[[mutant]]\n")
-    number = 1 + [(m.file, m.after) for m in load()].index((mutant.file, mutant.after))
+    number = 1 + [(m.file, m.before) for m in load()].index((mutant.file, mutant.before))
     body = re.sub(r"^found_by = .*\n?", "", parts[number], flags=re.MULTILINE).rstrip("\n")
     parts[number] = f"{body}\nfound_by = '''{found}'''\n" + "\n" * (number < len(parts) - 1)
     TABLE.write_text("[[mutant]]\n".join(parts), encoding="utf-8")
