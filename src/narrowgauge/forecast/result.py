@@ -115,7 +115,20 @@ class Forecasts(Result, Sequence[Forecast]):
                 terms = self.forecaster.law.terms(one.setting)
                 named = zip(one.setting.parts, terms, strict=True)
                 lines.append("  by GEMM: " + ", ".join(f"{part.gemm} {term:.2f} %" for part, term in named))
+            if one.kappa is not None:
+                lines.append(
+                    f"  at 100 M parameters and 10 B tokens: {percent(one.kappa)} ({span(one.kappa)})"
+                )
             blocks.append("\n".join(lines))
+        law = self.forecaster.as_json()
+        exponent = law["exponent"]
+        blocks.append(
+            f"law: {law['points']} points of {len(law['families'])} families, curves "
+            f"{' and '.join(law['curves'])}; gaps of narrow "
+            f"forward passes grow as tokens^{exponent['mean']:.3f} ({exponent['low']:.3f} to "
+            f"{exponent['high']:.3f}) over "
+            f"the points; tokens and nats by {LOSS_LAW}"
+        )
         return "\n".join(blocks)
 
     def plot(self) -> str:

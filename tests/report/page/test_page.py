@@ -73,7 +73,7 @@ def test_a_comparison_reads_in_order_without_its_script(five):
     losses = [f"{read_run(path).final_val_loss:.4f}" for path in five]
     for word in ("5 runs compared", "<td>emulated</td>", "Once upon a time", "<noscript>", *losses):
         assert word in html
-    assert html.count("<details>") == 5 + 1, "a configuration a run, and the events"
+    assert html.count("<details>") == 5 + 2, "a configuration a run, the events, and how to reproduce"
     table = html[html.index("Where they differ") : html.index("Each in full")]
     assert re.findall(r"<code>(.*?)</code>", table) == ["recipe.name"], "differences come first"
 

@@ -19,6 +19,7 @@ from narrowgauge.trainer.report.page.events import events
 from narrowgauge.trainer.report.page.gauges import gauges, heat_data, no_gauges
 from narrowgauge.trainer.report.page.html import page_with_script, web_file
 from narrowgauge.trainer.report.page.measured import analysis, audit, memory, step_time
+from narrowgauge.trainer.report.page.reproduce import script
 from narrowgauge.trainer.report.page.standing import standing
 from narrowgauge.trainer.report.read.listing import with_silence
 from narrowgauge.trainer.report.read.run import ENDED, Run, read_runs
@@ -114,6 +115,7 @@ def render_report(
         settings=[sections.settings(run) for run in runs],
         differences=sections.differences(runs),
         audit=audit(runs),
+        script=script(runs),
     )
 
 
