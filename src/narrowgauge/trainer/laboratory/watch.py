@@ -30,9 +30,9 @@ _REST = 9.0  # and at least this many times as long as the pages took, so a tent
 _EXIT_S = 5.0  # for a killed process, whose files the system closes first, to disappear
 
 
-def follow(paths: Sequence[Path], page: Path, is_over_in: Callable[[float], object] = time.sleep) -> None:
-    """Write the page of some paths again and again, until all their runs have ended, or `is_over_in`, which
-    waits some seconds, says so. The page that it leaves, also at Ctrl-C, does not load itself again.
+def follow(paths: Sequence[Path], page: Path, wait: Callable[[float], object] = time.sleep) -> None:
+    """Write the page of some paths again and again, until all their runs have ended or `wait`, which takes
+    seconds, returns true. The page that it leaves, also at Ctrl-C, does not load itself again.
 
     Raises:
         UserError: A page cannot be written.
@@ -40,7 +40,7 @@ def follow(paths: Sequence[Path], page: Path, is_over_in: Callable[[float], obje
     begun = time.monotonic()
     try:
         while write_pages(paths, page, is_live=True):
-            if is_over_in(max(_EVERY_S, _REST * (time.monotonic() - begun))):
+            if wait(max(_EVERY_S, _REST * (time.monotonic() - begun))):
                 break
             begun = time.monotonic()
     finally:
