@@ -113,8 +113,8 @@ def test_a_worker_that_is_killed_is_missed_and_the_same_line_goes_on(narrowgauge
     def workers():  # the processes that the fork server of the process has started
         return sorted(descendants(process.pid) - descendants(process.pid, depth=1))
 
-    process.until(lambda: len(workers()) == 1)
-    (worker,) = workers()
+    process.until(lambda: bool(workers()))
+    worker = workers()[0]
     os.kill(worker, signal.SIGKILL)
     ended = process.wait(60)
     assert ended.code == 2

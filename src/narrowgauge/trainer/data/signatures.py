@@ -9,32 +9,25 @@ from enum import IntEnum
 
 
 class LlmcMagic(IntEnum):
-    """The first integer of each kind of llm.c file."""
+    """The first integer of each kind of llm.c file; `description` has an article if the kind is countable."""
 
-    GPT2_MODEL = 20240326
-    DEBUG_STATE = 20240327
-    TOKENIZER = 20240328
-    TOKENS = 20240520
-    EVALUATION = 20240522
-    TRAINING_STATE = 20240527
-    LLAMA3_TOKENS = 20240801
-    LLAMA3_MODEL = 20240803
+    description: str
 
-    @property
-    def description(self) -> str:
-        """The kind of file, with an article if it is countable."""
-        return _DESCRIPTIONS[self]
+    GPT2_MODEL = 20240326, "a GPT-2 model"
+    DEBUG_STATE = 20240327, "a debug state"
+    TOKENIZER = 20240328, "a tokenizer"
+    TOKENS = 20240520, "tokens"
+    EVALUATION = 20240522, "an evaluation"
+    TRAINING_STATE = 20240527, "a training state"
+    LLAMA3_TOKENS = 20240801, "tokens of Llama 3"
+    LLAMA3_MODEL = 20240803, "a Llama 3 model"
+
+    def __new__(cls, value: int, description: str = "") -> "LlmcMagic":
+        """Make a number with a description."""
+        self = int.__new__(cls, value)
+        self._value_, self.description = value, description
+        return self
 
 
-_DESCRIPTIONS = {
-    LlmcMagic.GPT2_MODEL: "a GPT-2 model",
-    LlmcMagic.DEBUG_STATE: "a debug state",
-    LlmcMagic.TOKENIZER: "a tokenizer",
-    LlmcMagic.TOKENS: "tokens",
-    LlmcMagic.EVALUATION: "an evaluation",
-    LlmcMagic.TRAINING_STATE: "a training state",
-    LlmcMagic.LLAMA3_TOKENS: "tokens of Llama 3",
-    LlmcMagic.LLAMA3_MODEL: "a Llama 3 model",
-}
 ZIP = b"PK\x03\x04"
 PICKLE = tuple(bytes([0x80, protocol]) for protocol in (2, 3, 4, 5))

@@ -56,6 +56,10 @@ def ordered_map(function: Callable[[A], B], items: Iterable[A], workers: int) ->
             while pending:
                 yield pending.popleft().result()
         except BrokenProcessPool:
+            # Python 3.11 waits for a process that started meanwhile, and for a reader (cpython#94777).
+            for process in pool._processes.values():
+                process.kill()
+            pool._call_queue._reader.close()  # type: ignore[attr-defined]
             raise UserError(
                 f"one of {workers} workers was killed, most likely for lack of memory; use fewer --workers"
             ) from None
