@@ -8,7 +8,7 @@ import pytest
 
 from narrowgauge.forecast.curve import CURVES, Power, Shares
 from narrowgauge.forecast.fit import NOISE_PRIOR, SCATTER_PRIOR, fit_law, fit_laws
-from narrowgauge.forecast.law import GROUPS, KNOT, TAILS
+from narrowgauge.forecast.law import GROUPS, KNOT, TAILS, row_of
 from narrowgauge.forecast.setting import BACKWARD, FORWARD, NEW, Hint, Observed, Part, Setting
 from narrowgauge.forecast.support import extrapolation, kin_of, refusal
 
@@ -193,6 +193,12 @@ def test_an_outlier_does_not_bend_the_law():
     assert fit_law([*points, bad], curve=Power()).coefficient("curve", "p")[0] == pytest.approx(
         clean, abs=0.02
     )
+
+
+def test_a_backward_term_is_measured_from_a_hundred_tokens_per_parameter():
+    (of_100, of_200) = (setting("fine", 1e8, tokens, sides=("dgrad",)) for tokens in (1e10, 2e10))
+    assert row_of(of_100, of_100.parts[0])["exponent",] == 0
+    assert row_of(of_200, of_200.parts[0])["exponent",] == pytest.approx(math.log(2))
 
 
 def test_probability_and_interval_agree():
