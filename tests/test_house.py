@@ -232,8 +232,9 @@ def test_nothing_read_from_a_file_can_be_executed():
 
 # Private attributes of torch's objects, which a class of ours could have by the same name on itself.
 OF_TORCH = {"_base", "_cdata", "_local_tensor", "_parameters", "_schema", "_type", "_version", "unbox"}
-# Private in name only (os._exit, named tuples, an operator of ATen), and argparse's.
+# Private in name only (os._exit, named tuples, an operator of ATen), argparse's, and of a pool of processes.
 OF_OTHERS = {"_exit", "_replace", "_asdict", "_to_copy", "_actions", "_option_string_actions"}
+OF_OTHERS |= {"_processes", "_call_queue", "_reader"}
 
 
 def dotted(node: ast.expr) -> str:
