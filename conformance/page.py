@@ -53,8 +53,8 @@ They contradict what the library itself promises, or one of these:
 - **754** (IEEE 754-2019, 4.3.1): the nearest number; of two equally near ones, the one with an even last
   digit.
 
-Only the quotation is verbatim. Blocks with a NaN or an infinity, and NVFP4 tensors with an amax below
-7.9e-36, are no faults: no specification covers them.
+Only the quotation is verbatim. A difference in a block with a NaN or an infinity, or in an NVFP4 tensor
+whose amax is below 7.9e-36, is not a fault, because no specification covers it.
 
 ## All cases
 

@@ -159,7 +159,7 @@ def assert_is_sum(found, every, cast, divisor=1):
 @pytest.mark.parametrize("world", [1, 2, 3])
 @on_ranks()
 def test_a_list_reduced_everywhere():
-    """Of tensors of odd sizes."""
+    """Reduces tensors of odd sizes."""
     casts = [make_cast(c) for c in ("e4m3", "bf16", "fp32")]
     mine = gradients_of([(5, 3), (11,), (4, 4)])
     every = [everyone(x) for x in mine]

@@ -131,7 +131,7 @@ def gradients_of(model, x_BT, loss_of=None):
 
 @pytest.mark.parametrize(("recipe", "tied_head"), [(None, False), ("bf16", True), ("fp8", False)])
 def test_a_models_loss_in_chunks_is_its_loss(chunks, recipe, tied_head):
-    """That a step then holds no logits: simulate/test_memory.py."""
+    """The loss alone; simulate/test_memory.py shows that such a step holds no logits."""
     chunks(32)
     model, x_BT = small(recipe, tied_head=tied_head), torch.arange(2 * 128).view(2, 128)
     loss, gradients = gradients_of(model, x_BT)

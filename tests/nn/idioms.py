@@ -112,7 +112,7 @@ def idiom(function):
 
 @idiom
 def gradients_by_autograd_grad(m):
-    """Of the input and of the weights, which leave nothing behind."""
+    """Computes gradients of the input and of the weights that accumulate nowhere."""
     x = batch().requires_grad_()
     torch.autograd.grad(m(x).square().mean(), x)
     m(x).square().mean().backward(inputs=[x])

@@ -100,7 +100,7 @@ def test_killed_in_a_text_that_is_written_whole_it_is_the_old_or_the_new(tmp_pat
 
 @case("A8", tier="quick")
 def test_files_are_synced_then_renamed_then_the_directory_is_synced(tmp_path, monkeypatch):
-    """Of a whole run: runs/loop/test_disk.py."""
+    """Covers one save; runs/loop/test_disk.py covers a whole run."""
     calls, sync, rename = [], os.fsync, os.rename
 
     def fsync(descriptor):

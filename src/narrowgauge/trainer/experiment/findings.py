@@ -28,8 +28,8 @@ def page_of(one: Subject, states: Sequence[Run], is_live: bool = False, more: st
         more: `Markup` for its end.
     """
     runs, planned = read_begun(one.paths), one.planned
-    told = sight(planned, runs) if planned else []
-    section = standing({run.name: [run] for run in states}, told, one.is_compared)
+    sentences = sight(planned, runs) if planned else []
+    section = standing({run.name: [run] for run in states}, sentences, one.is_compared)
     if not runs:
         return page_without_script(one.name, section, is_live)
     rungs = by_rows(planned) if planned else []

@@ -63,7 +63,7 @@ def standing(
 
 
 def _state(runs: Sequence[Run]) -> str:
-    """The state of a run; of several, the first that somebody would look after."""
+    """The state of one or more runs: the one that most needs attention."""
     states = [run.status for run in runs]
     return states[0] if len(runs) == 1 else next((word for word in _BY_NEED if word in states), "done")
 
