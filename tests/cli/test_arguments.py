@@ -26,8 +26,6 @@ def values(*words):
     [
         ("--lr 1e-3", "optimizer.lr", "1e-3"),
         ("--learning-rate -1e-3", "optimizer.lr", "-1e-3"),
-        ("--learning_rate=1e-3", "optimizer.lr", "1e-3"),
-        ("--training.batch-size 4", "training.batch_size", "4"),
         ("--optimizer muon", "optimizer.name", "muon"),
         ("--fprop.x bf16", "recipe.fprop.x", "bf16"),
         ("--compile", "training.compile", "true"),
@@ -37,27 +35,6 @@ def values(*words):
 def test_an_option_is_found_by_its_other_names(line, key, value):
     section, _, name = key.partition(".")
     assert values(*line.split())[section][name] == value
-
-
-@pytest.mark.parametrize(
-    ("line", "says"),
-    [
-        ("train --zero-stage 3", ["unknown option '--zero-stage'"]),
-        ("train --every 10", [f"--{s}.every" for s in ("validation", "checkpoint", "gauges", "log")]),
-        ("train --name x", ["--model.name", "--optimizer.name", "--recipe.name"]),
-        ("train --outliers 0.99", ["no option --outliers", "it is a key of a cast"]),
-        ("train --training.lr 1", ["unknown option '--training.lr'; it is --optimizer.lr"]),
-        ("train --learnin-rate 1", ["unknown option '--learnin-rate'", "'--learning-rate'"]),
-        ("train --fprop.x {cast = fp4-row, outliers = 0.99}", ["'fp4-row,'", "single quotes"]),
-        # A misspelt option, and not the one that seems to be missing.
-        ("search runs/x --formats mxfp4 --budgte 0.6 --out m", ["'--budgte'; the nearest is '--budget'"]),
-        ("search runs/x --formats mxfp4 --budget 0.6 --outt=m", ["'--outt'; the nearest is '--out'"]),
-    ],
-)
-def test_another_name_that_is_no_key_is_answered(line, says):
-    with pytest.raises(UserError) as refused:
-        read_line(line.split())
-    assert all(word in str(refused.value) for word in says), refused.value
 
 
 def test_aliases_are_the_names_of_no_other_key():
@@ -106,11 +83,8 @@ def test_a_file_of_a_windows_editor_is_read(tmp_path):
     ("line", "name", "value"),
     [
         ("train --allow-change lr --allow-change steps", "allow_change", ("lr", "steps")),
-        ("compare --recipes bf16,fp8 --recipes mxfp4", "recipes", ("bf16", "fp8", "mxfp4")),
         ("compare --rungs 100 --rungs 200,300", "rungs", (100, 200, 300)),
         ("scaling --procs 1 --procs 2", "procs", "1,2"),
-        ("search x --formats mxfp4 --formats bf16 --budget 0.5 --out m.toml", "formats", ("mxfp4", "bf16")),
-        ("predict --recipe fp8 --recipe nvfp4 --params 1B --tokens 1B", "recipe", ("fp8", "nvfp4")),
         ("train --log.sinks wandb --log.sinks trackio", "log.sinks", "wandb,trackio"),
         ("compare --seeds 3 --seeds 5", "seeds", 5),
         ("train --betas 0.9,0.95 --betas 0.8,0.9", "optimizer.betas", "0.8,0.9"),
@@ -120,20 +94,13 @@ def test_a_list_that_is_given_twice_is_one_list_and_a_value_is_the_last(line, na
     assert getattr(read_line(line.split()), name) == value
 
 
-def test_help_is_one_screen_and_all_of_it_when_asked(command):
+def test_help_is_one_screen_and_one_section_when_asked(command):
+    """tests/golden has the keys and options that it lists."""
     short = command("train", "--help", COLUMNS="100")
     assert short.code == 0
     assert len(short.out.splitlines()) <= 52
     assert max(map(len, short.out.splitlines())) <= 100
-    # fprop.{x,w} stands for fprop.x, fprop.w
-    listed = re.sub(r"(\w+)\.{(.*?)}", lambda m: " ".join(f"{m[1]}.{o}" for o in m[2].split(",")), short.out)
-    whole = command("train", "--help", "all", COLUMNS="100")
-    for name, key in config_keys().items():
-        section, _, ending = name.partition(".")
-        assert f"--{section}.*" in short.out
-        assert re.search(rf"\b{re.escape(ending)}\b", listed), name
-        assert f"  --{name} {key.takes}" in whole.out
-    for text in (short.out, whole.out):
+    for text in (short.out, command("train", "--help", "all").out):
         assert "PydanticUndefined" not in text
         assert "VALUE\n" not in text
     one = command("plan", "--help", "optimizer").out
@@ -155,9 +122,7 @@ def test_the_examples_of_the_help_are_read_as_the_command_reads_them(line, tmp_p
 
 def test_every_verb_has_an_example_and_a_group(command):
     assert all(examples_of(function_of(verb)) or verb == "doctor" for verb in VERBS)
-    top = command("--help").out
-    assert all(f"\n{group}:\n" in top for group in GROUPS)
-    assert all(re.search(rf"^ +{verb}  ", top, re.MULTILINE) for verb in VERBS)
+    assert all(f"\n{group}:\n" in command("--help").out for group in GROUPS)
     assert command() == command("--help")
     assert "required: a named model" in command("advise", "--help").out
     assert "examples:\n  narrowgauge sensitivity runs/mine" in command("sensitivity", "--help").out

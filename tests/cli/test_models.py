@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import json
 import re
 
 import pytest
@@ -49,28 +48,6 @@ def test_run_folder_and_import_are_one_model(command, exported, imported, text):
     said = [command("sample", path, *line) for path in (imported, exported)]
     assert said[0] == said[1]
     assert said[0].out.startswith("narrow")
-
-
-@pytest.mark.tier("thorough")
-def test_training_goes_on_from_an_import(command, line, imported, finished, tmp_path, look):
-    """Without options for the model or its tokenizer, and from exactly where the first run ended."""
-    verb, *words = line()
-    pairs = list(zip(words[::2], words[1::2], strict=True))
-    kept = [w for key, value in pairs if not key.startswith(("--model.", "--data.tok")) for w in (key, value)]
-    ended = command(verb, "--model.weights", imported, *kept, "--out", tmp_path / "tuned")
-    assert ended.code == 0, ended.err
-    tuned = look(tmp_path / "tuned")
-    assert tuned.lines[1]["val_loss"] == look(finished).steps[-1]["val_loss"]
-    assert len(tuned.steps) == 6
-
-
-def test_compressed_and_gguf(finished, tmp_path):
-    for to, file in (("compressed-tensors", "config.json"), ("gguf", "model.gguf")):
-        printed("export", finished, "--to", to, "--out", tmp_path / to)
-        assert (tmp_path / to / file).is_file()
-        assert (tmp_path / to / "tokenizer.json").is_file()
-    config = json.loads((tmp_path / "compressed-tensors" / "config.json").read_text())
-    assert config["quantization_config"]["quant_method"] == "compressed-tensors"
 
 
 @pytest.mark.tier("thorough")

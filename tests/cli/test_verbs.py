@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shutil
-import tomllib
 
 import pytest
 
@@ -15,41 +14,6 @@ from narrowgauge.trainer.models import count_parameters, model_config, model_nam
 def found(pattern, text):
     """What one line of a text holds."""
     return re.findall(pattern, text, re.MULTILINE)
-
-
-@pytest.mark.tier("thorough")
-def test_train_shows_its_steps_and_its_report_and_the_same_line_finds_it_done(command, line, look, tmp_path):
-    out = tmp_path / "new" / "run"
-    words = [*line({"log.every": 2}), "--out", out]
-    ended = command(*words, COLUMNS="60")  # at 80 the speed decides whether the table lies or stands
-    assert ended.code == 0, ended.err
-    run = look(out)
-    assert found(r"^step +(\d+)/6", ended.out) == ["0", "2", "4", "6"]
-    assert f"run directory: {out}\n" in ended.out
-    assert f"loss {run.column('loss')[-1]:.4f}" in ended.out
-    assert found(rf"^val loss +{run.steps[-1]['val_loss']:.4f}$", ended.out)
-    assert ended.out.endswith(f"report: {out / 'report.html'}\n")
-    assert (out / "report.html").read_text().startswith("<!doctype html>")
-    assert run.status["status"] == "done"
-    before = (out / "metrics.jsonl").read_bytes()
-    again = command(*words)
-    assert "run is done; to train again, name another directory with --out" in again.out
-    assert (out / "metrics.jsonl").read_bytes() == before
-
-
-@pytest.mark.tier("thorough")
-def test_the_file_of_a_run_is_the_run_and_the_line_stands_over_it(command, finished, text, look, tmp_path):
-    short = ["--data", text, "--recipe", "mxfp8", "--backend", "emulated", "--steps", "2", "--seed", "3"]
-    mine = shutil.copy(finished / "config.toml", tmp_path / "mine.toml")
-    for name, words in (("same", []), ("other", [*short, "--device", "cpu"])):
-        ended = command("train", mine, "--out", tmp_path / name, *words)
-        assert ended.code == 0, ended.err
-    assert look(tmp_path / "same").trajectory == look(finished).trajectory
-    config = tomllib.loads((tmp_path / "other" / "config.toml").read_text())
-    assert config["data"]["source"] == text
-    assert (config["recipe"]["name"], config["recipe"]["backend"]) == ("mxfp8", "emulated")
-    assert (config["training"]["steps"], config["training"]["seed"]) == (2, 3)
-    assert look(tmp_path / "other").column("step") == [1, 2]
 
 
 @pytest.mark.tier("thorough")
@@ -123,10 +87,7 @@ def test_recipes_lists_every_recipe_and_prints_one_that_loads(command, tmp_path)
 
 
 def test_recipes_of_another_device(command):
-    """On an RTX 4090 FP8 is native and NVFP4 is not; MI250X multiplies nothing narrow."""
-    listed = command("recipes", "--device", "rtx4090").out
-    assert found(r"^ fp8 +native ", listed)
-    assert found(r"^ nvfp4 +emulated ", listed)
+    """MI250X multiplies nothing narrow, and an RTX 4090 no FP4."""
     listed = command("recipes", "--device", "mi250x").out
     assert found(r"^ (\S+) +native ", listed) == ["fp32", "bf16", "bf16-sr", "eco", "fp16"]
     shown = command("recipes", "fp4", "--device", "sm_89").out
@@ -154,7 +115,6 @@ def test_recipes_differ_and_go_to_other_tools_and_come_from_them(command, tmp_pa
 
 
 def test_formats_and_models_are_listed_with_their_facts(command):
-    assert found(r"^ e4m3 +8 +4\.3 +7 +448 +0\.015625 +0\.00195312 *$", command("formats").out)
     one = command("formats", "e4m3").out
     assert "no infinity" in one
     assert "e5m2" not in one
@@ -163,20 +123,6 @@ def test_formats_and_models_are_listed_with_their_facts(command):
     assert all(found(rf"^ {re.escape(name)} +[\d.]+ [MB] ", listed) for name in model_names())
     parameters = count_parameters(model_config("debug"))
     assert f"# {parameters:,} parameters" in command("models", "debug").out
-
-
-@pytest.mark.tier("thorough")
-def test_a_run_goes_on_under_another_recipe(command, finished, look, tmp_path, refused):
-    words = ("train", "--branch", finished, "--recipe", "msamp-o2", "--out", tmp_path / "new")
-    refused(command(*words), "a branch at step 6", "has no step left", "raise --steps")
-    ended = command(*words, "--steps", "8")
-    assert ended.code == 0, ended.err
-    assert "after step 6" in ended.out
-    assert look(tmp_path / "new").status["status"] == "done"
-    assert [event["step"] for event in look(tmp_path / "new").events("convert")] == [6]
-    again = command(*words[:3], "--recipe", "bf16", "--steps", "8", "--out", tmp_path / "new")
-    assert again.code == 2
-    assert "recipe.name = 'msamp-o2', and now it is 'bf16'" in again.err
 
 
 def test_prepare_stops_at_bad_lines_or_sets_them_aside(command, refused, tmp_path):
@@ -195,15 +141,3 @@ def test_prepare_stops_at_bad_lines_or_sets_them_aside(command, refused, tmp_pat
     assert f"{facts['train_tokens']:,} tokens" in ended.out
     assert f"train on it: narrowgauge train --data {out}" in ended.out
     assert sorted(os.listdir(tmp_path)) == ["a.jsonl", "corpus"]
-
-
-@pytest.mark.tier("thorough")
-def test_prepared_text_and_token_files_of_others_train_alike(command, line, text, look, tmp_path, finished):
-    """llm.c's have the end-of-document id where ours have it, so every token is the same."""
-    ended = command("prepare", text, "--tokenizer", "bytes", "--out", tmp_path / "corpus", "--layout", "llmc")
-    assert ended.code == 0, ended.err
-    verb, *options = line({"data.source": str(tmp_path / "corpus")})
-    at = options.index("--data.tokenizer")
-    ended = command(verb, *options[:at], *options[at + 2 :], "--out", tmp_path / "run")
-    assert ended.code == 0, ended.err
-    assert look(tmp_path / "run").column("loss") == look(finished).column("loss")

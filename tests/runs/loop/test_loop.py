@@ -55,7 +55,8 @@ def test_a_run_records_its_steps_its_events_and_a_sample(train, look):
     assert {line["step"] for line in gauges} == {6}, "a short run is read at its last step"
 
     assert (done["event"], done["step"], done["prompt"]) == ("done", 6, "steam ")
-    assert f"steam {done['sample']}" in said.getvalue()
+    for words in (f"run directory: {path}\n", f"steam {done['sample']}"):
+        assert words in said.getvalue()
     assert run.status == {"status": "done", "reason": "all 6 steps", "diverged": False}
     assert "\x1b" not in said.getvalue(), "plain lines without a terminal"
     shown = [line.split()[1] for line in said.getvalue().splitlines() if line.startswith("step")]

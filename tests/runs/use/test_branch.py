@@ -132,12 +132,13 @@ def test_a_checkpoint_of_other_formats_is_refused_with_both_named(trained, tiny)
 
 
 @pytest.mark.tier("thorough")
-def test_where_state_lies_is_kept_and_what_is_left_out_is_said(trained, tmp_path, capsys):
+def test_where_state_lies_is_kept_and_what_is_left_out_is_said(trained, look, tmp_path, capsys):
     places = {"offload": "m,v", "gather": "fp32", "wgrad.x": "e4m3"}
     places = {"recipe.name": "bf16", **{f"recipe.{key}": value for key, value in places.items()}}
     words = ["--recipe", "mxfp8", "--recipe.dgrad.w", "bf16", "--steps", "5", "--out"]
     assert main(["train", "--branch", str(trained(WIDE | places)), *words, str(tmp_path / "after")]) == 0
     assert "left out: recipe.gather, recipe.wgrad.x, set over the trunk's recipe" in capsys.readouterr().out
+    assert [event["step"] for event in look(tmp_path / "after").events("convert")] == [4]
     config = RunDirectory(tmp_path / "after").config()
     assert config.spec.recipe.offload == ("m", "v")
     assert dict(config.recipe.places) == {"offload": "m,v", "dgrad.w": "bf16"}
