@@ -4,7 +4,8 @@ Inputs are drawn on the CPU from a fixed seed, so every device computes with the
 `kernels.dispatch.use_kernels` decides whether kernels run.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -13,7 +14,6 @@ from torch import Tensor
 from narrowgauge.formats import random_stream, stream_key
 from narrowgauge.kernels import adamw as narrow_adamw
 from narrowgauge.kernels import emulate, quantize
-from narrowgauge.kernels.activation import gelu, swiglu
 from narrowgauge.kernels.attention import attend
 from narrowgauge.kernels.cast import emulate_rows
 from narrowgauge.kernels.cross_entropy import cross_entropy
@@ -23,13 +23,12 @@ from narrowgauge.kernels.heads import rotary
 from narrowgauge.kernels.norm import add_norm
 from narrowgauge.nn.gemm import ROWS, Operand, multiply
 from narrowgauge.quantization import Cast, GradientState, QuantContext, QuantizedState, make_cast
-from narrowgauge.recipes import Recipe
 from narrowgauge.system.collectives import local_amax
 
 Shape = tuple[int, ...]
 Found = dict[str, Tensor | None]
 _EPS = 1e-5
-_OPTIONS = {"lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+_OPTIONS = {"lr": 3e-3, "eps": 1e-8, "weight_decay": 0.1}
 
 
 def drawn(
@@ -104,14 +103,9 @@ def norms(kind: Literal["rms", "layer"], device: torch.device, shape: Shape) -> 
     return passes(forward, "x delta weight" + " bias" * len(biases), x, delta, weight_D, *biases)
 
 
-def swiglu_passes(device: torch.device, shape: Shape) -> Found:
-    """SwiGLU."""
-    return passes(swiglu, "x", drawn(shape, 0, device))
-
-
-def gelu_passes(device: torch.device, shape: Shape) -> Found:
-    """GELU."""
-    return passes(gelu, "x", drawn(shape, 0, device))
+def passes_of(forward: Callable[..., Tensor], device: torch.device, shape: Shape) -> Found:
+    """A function of one tensor."""
+    return passes(forward, "x", drawn(shape, 0, device))
 
 
 def rotary_passes(device: torch.device, shape: Shape) -> Found:
@@ -151,46 +145,50 @@ def attention_in_fp32(device: torch.device, shape: Shape) -> Found:
     return passes(forward, "q k v", *(drawn(shape, seed, device) for seed in range(3)))
 
 
-def adamw_update(recipe: Recipe, device: torch.device, shape: Shape) -> Found:
+def adamw_update(casts: Mapping[str, Cast | None], device: torch.device, shape: Shape) -> Found:
     """Two updates of low-precision state: by the kernel, or by the reference and then stored."""
-    casts = recipe.state
-    drawn_w, drawn_g, drawn_m, drawn_v = (drawn(shape, seed, device, torch.float32) for seed in range(4))
-    master = casts.get("master")
-    w = _stored(0.02 * drawn_w, master or casts["weight"], device)
-    weight = _stored(0.02 * drawn_w, casts["weight"], device) if master else None
-    g, m = _stored(drawn_g, casts["grad"], device), _stored(drawn_m, casts["m"], device)
-    v = _stored(drawn_v.square(), casts["v"], device)
-    for step in (3, 4):
-        factors = narrow_adamw.Factors.of(_OPTIONS, step)
-        if narrow_adamw.supports(w, g, m, v, weight):
+    w, g, m, v = (drawn(shape, seed, device, torch.float32) for seed in range(4))
+    numbers = {"master": 0.02 * w, "weight": 0.02 * w, "grad": g, "m": m, "v": v.square()}
+    states = {place: _stored(x, casts.get(place), device) for place, x in numbers.items()}
+    master, weight, *others = states.values()
+    first, second = (master, weight) if master else (weight, None)
+    for step, betas in ((3, (0.9, 0.95)), (4, (0.3, 0.6))):
+        factors = narrow_adamw.Factors.of(_OPTIONS | {"betas": betas}, step)
+        if narrow_adamw.supports(first, *others, second):
             keys = {place: stream_key(7, step, i) for i, place in enumerate(("w", "m", "v", "weight"))}
-            narrow_adamw.adamw(w, g, m, v, weight, factors, keys)
+            narrow_adamw.adamw(first, *others, second, factors, keys)
             continue
-        new = narrow_adamw.reference(w.read(), g.read(), m.read(), v.read(), factors)
-        for i, (state, x) in enumerate(zip((w, m, v, weight), (*new, new[0]), strict=True)):
+        new = narrow_adamw.reference(first.read(), *(state.read() for state in others), factors)
+        for i, (state, x) in enumerate(zip((first, *others[1:], second), (*new, new[0]), strict=True)):
             if state is not None:
-                _write(state, w.read() if state is weight else x, step, i)
-    states = {"the weight": w, "m": m, "v": v, "the weight next to its master": weight}
-    return {
-        f"{place}'s {name}": t
-        for place, state in states.items()
-        if state is not None
-        for name, t in state.tensors.items()
-    }
+                _write(state, first.read() if state is second else x, step, i)
+    return {k: t for place, state in states.items() if state for k, t in _bits(place, state).items()}
 
 
-def gradient_sums(recipe: Recipe, device: torch.device, shape: Shape) -> Found:
-    """The gradients of two micro-batches, accumulated in low-precision state."""
-    cast = recipe.state["grad"]
-    assert cast is not None
+def gradient_sums(cast: Cast, device: torch.device, shape: Shape) -> Found:
+    """The gradients of three micro-batches, accumulated in low-precision state."""
     state = GradientState(torch.Size(shape), cast, device)
-    for micro in range(2):
-        add_gradient(state, drawn(shape, micro, device), random_stream(7, 1, micro, device))
-    return dict(state.tensors)
+    for micro, dtype in enumerate((torch.bfloat16, torch.float32, torch.bfloat16)):
+        dw = drawn(shape, micro, device, dtype) * 10.0**-micro
+        dw = dw.T.contiguous().T if micro == 1 else dw  # as that of a transposed layer
+        offset = torch.tensor(2**32 - 3000, device=device) if micro == 2 else 5000 * micro
+        stream = replace(random_stream(7, 1, micro, device), offset=offset)
+        add_gradient(state, dw, stream if cast.is_random else None)
+        if state.prescale:  # a factor under which elements of the next sum overflow
+            state.prescale.tensors["mu"].fill_(2.5)
+    return _bits("the sum", state) | (dict(state.prescale.tensors) if state.prescale else {})
 
 
-def _stored(x: Tensor, cast: Cast | None, device: torch.device) -> QuantizedState:
-    assert cast is not None
+def _bits(place: str, state: QuantizedState) -> Found:
+    """What is stored; where a scale is NaN, the codes under it are of no matter."""
+    values = state.read()
+    is_whole = values.is_meta or bool(values.isfinite().all())
+    return {f"{place}'s {n}": t for n, t in state.tensors.items()} if is_whole else {place: values}
+
+
+def _stored(x: Tensor, cast: Cast | None, device: torch.device) -> QuantizedState | None:
+    if cast is None:
+        return None
     state = QuantizedState(x.shape, cast, device)
     _write(state, x, 0, 9)
     return state

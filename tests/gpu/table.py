@@ -12,6 +12,7 @@ import torch
 import gpu.joined_operations as joined
 import gpu.operations as of
 from gpu.compare import Tensors, close, near, same
+from narrowgauge.kernels.activation import gelu, swiglu
 from narrowgauge.quantization import cast, cast_names, make_cast
 from narrowgauge.recipes import recipe
 
@@ -39,6 +40,11 @@ def add(runs: Mapping[str, Run], compare: Callable[..., None], small: Shape, *re
     for name, run in runs.items():
         run, reference = run if isinstance(run, tuple) else (run, run)
         OPERATIONS[name] = Operation(name, run, compare, small, real, reference)
+
+
+def of_casts(**casts):
+    """State by place."""
+    return {place: make_cast(c) for place, c in casts.items()}
 
 
 RANDOM = {"rounding": "stochastic"}
@@ -84,15 +90,23 @@ add({"random signs": joined.signs}, same, (16,), joined.SIGNS)
 add({"casts before a gather": joined.sharded_casts}, same, (72, 200), (4480, 1536))
 add({"RMSNorm": partial(of.norms, "rms")}, near, (24, 100), (16384, 1536), (4096, 4096))
 add({"LayerNorm": partial(of.norms, "layer")}, near, (24, 100), (16384, 768))
-add({"SwiGLU": of.swiglu_passes}, _thrice, (24, 200), (4096, 17920))
-add({"GELU": of.gelu_passes}, _thrice, (24, 100), (16384, 3072))
+add({"SwiGLU": partial(of.passes_of, swiglu)}, _thrice, (24, 200), (4096, 17920))
+add({"GELU": partial(of.passes_of, gelu)}, _thrice, (24, 100), (16384, 3072))
 add({"rotary positions": of.rotary_passes}, near, (2, 3, 9, 16), (4, 12, 1024, 128))
 add({"cross entropy": partial(of.losses, False)}, near, (20, 24, 300), (2048, 64, 50257))
 add({"head and loss in chunks": partial(of.losses, True)}, _nearly, (20, 24, 300), (8192, 1024, 50257))
-STATES = ("msamp-o1", "msamp-o2", "msamp-o3", "bf16-sr")
+CODES_SR = make_cast({"cast": "e4m3"} | RANDOM)
+STATES = {f"{name}'s state": recipe(name).state for name in ("msamp-o1", "msamp-o2", "msamp-o3", "bf16-sr")}
+STATES["16 bits"] = of_casts(weight="fp32", grad="bf16", m="bf16", v="fp16")
+STATES["random codes"] = of_casts(master="fp32", weight=CODES_SR, grad="fp16", m=CODES_SR, v="e5m2")
+STATES["random fp16"] = of_casts(
+    master={"cast": "fp16-scaled"} | RANDOM, weight={"cast": "bf16"} | RANDOM, grad="fp32", m="bf16", v="bf16"
+)
+SUMS = {"in FP8": recipe("msamp-o2").state["grad"], "without a factor": CODES_SR}
+SUMS["to nearest"] = make_cast({"cast": "e5m2", "prescale": True})
 add(
-    {f"AdamW on {name}'s state": partial(of.adamw_update, recipe(name)) for name in STATES}
-    | {"gradients added in FP8": partial(of.gradient_sums, recipe("msamp-o2"))},
+    {f"AdamW on {name}": partial(of.adamw_update, casts) for name, casts in STATES.items()}
+    | {f"gradients added {words}": partial(of.gradient_sums, c) for words, c in SUMS.items()},
     *(same, (71, 137), (4096, 4096)),
 )
 add(

@@ -16,6 +16,7 @@ from gpu.table import OPERATIONS
 from kernels.common import assert_same
 from narrowgauge.kernels.dispatch import plain_operations
 from narrowgauge.quantization import make_cast
+from narrowgauge.quantization.state import quantized_state
 
 
 def not_finite(x, seed):
@@ -63,7 +64,7 @@ def require_same(run, device):
     same(got, expected)
 
 
-SAME = [n for n, o in OPERATIONS.items() if o.compare is same and o.small == (72, 200)]
+SAME = [n for n, o in OPERATIONS.items() if o.compare is same and len(o.small) == 2]
 #: Of each kind of scale, layout and operation one.
 KINDS = (
     *("e4m3 along axis -1", "fp8-row along axis 0", "fp8-1x128 along axis -1", "fp8-128x128 along axis 0"),
@@ -71,6 +72,7 @@ KINDS = (
     *("fp4-row along axis -1", "nvfp4 with random bits and a transform along axis 0"),
     *("e4m3 along both axes, scale known", "nvfp4 as the hardware reads it, along axis -1"),
     *("scales of a product", "codes along the other axis", "casts before a gather"),
+    *("AdamW on msamp-o3's state", "AdamW on bf16-sr's state", "AdamW on 16 bits", "gradients added in FP8"),
 )
 
 
@@ -85,6 +87,17 @@ def test_a_kernel_is_its_twin_on_strange_numbers_and_shapes(name, device, draw):
         if (name, kind) != ("casts before a gather", "not finite"):  # whose codes would be of no matter
             draw(kind)
             require_same(partial(run, shape=(40, 72)), device)
+
+
+@pytest.mark.parametrize("name", ["AdamW on msamp-o3's state", "gradients added in FP8"])
+def test_state_in_the_memory_of_the_host_is_changed_in_copies(name, device, monkeypatch):
+    """As on a GPU, whose memory is another one."""
+    run = partial(OPERATIONS[name].run, device, (8, 48))
+    expected = run()
+    monkeypatch.setattr(quantized_state, "is_gpu", lambda _: True)
+    for kind in ("QuantizedState", "GradientState"):
+        monkeypatch.setattr(operations, kind, partial(getattr(operations, kind), on_host=True))
+    same(run(), expected)
 
 
 #: Free keys of casts, everything else that scales allow, and ways to round.
