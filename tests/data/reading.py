@@ -57,6 +57,6 @@ def contents(directory) -> dict[str, bytes]:
 
 def documents_in(tokens, end: int) -> list[np.ndarray]:
     """The documents in a row of tokens, each begun by the id `end`."""
-    starts = [*np.flatnonzero(np.asarray(tokens) == end), len(tokens)]
+    starts = [*np.flatnonzero(tokens[:] == end), len(tokens)]
     assert starts[0] == 0
     return [np.asarray(tokens[a + 1 : b]) for a, b in pairwise(starts)]

@@ -12,7 +12,7 @@ from pyarrow import parquet
 
 from narrowgauge.system.errors import UserError
 from narrowgauge.trainer.data import load_tokenizer, open_data, prepare, train_bpe
-from narrowgauge.trainer.data.token_files.detect import layout_of
+from narrowgauge.trainer.data.token_files.detect import open_tokens
 from support.fault_table import case
 from support.markdown import titled
 
@@ -92,7 +92,7 @@ def test_a_damaged_file_is_refused(here, what):
     """A .ds was bare uint16, and its index was not read."""
     change, words = BAD[what]
     write("x.ds")
-    assert layout_of(Path("x.ds")) == "datatrove"
+    assert open_tokens(Path("x.ds")).layout == "datatrove with tokenizer tok.json"
     change()
     with pytest.raises(UserError, match=rf"x\.ds.* cannot be read as tokens: .*{words}"):
         open_data("x.ds")

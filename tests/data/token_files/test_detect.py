@@ -10,7 +10,7 @@ import pytest
 
 from narrowgauge.system.errors import UserError
 from narrowgauge.trainer.data import open_data, open_token_file, write_megatron, write_token_file
-from narrowgauge.trainer.data.token_files.detect import layout_of, open_file
+from narrowgauge.trainer.data.token_files.detect import open_tokens
 from narrowgauge.trainer.data.token_files.token_file import TokenWriter, shard_paths
 
 RNG = np.random.default_rng(0)
@@ -32,15 +32,15 @@ def written(folder):
 def test_content_tells_the_layout_and_every_layout_gives_the_ids(tmp_path):
     for name, layout in written(tmp_path).items():
         path = tmp_path / name
-        assert layout_of(path) == layout
-        opened = open_file(path, layout)
+        opened = open_tokens(path)
+        assert opened.layout == layout
         assert np.array_equal(opened.tokens, IDS)
         assert bool(opened.boundary_first) == layout.startswith("llm.c")
         assert (opened.starts is not None) == (layout == "Megatron")
         with pytest.raises(ValueError, match="read-only"):
             opened.tokens[0] = 1
-    assert open_file(tmp_path / "a", "llm.c uint16").vocabulary == (50257, 50256)
-    assert open_file(tmp_path / "b", "llm.c uint32").vocabulary == (128256, 128000)
+    assert open_tokens(tmp_path / "a").vocabulary == (50257, 50256)
+    assert open_tokens(tmp_path / "b").vocabulary == (128256, 128000)
 
 
 NO_TOKENS = [
@@ -59,7 +59,7 @@ def test_what_is_no_token_file_is_left_alone(tmp_path):
     for content in NO_TOKENS:
         for padding in (b"", b"\n") if content.endswith(b"\n") else (b"",):
             (tmp_path / "x").write_bytes(content + padding)
-            assert layout_of(tmp_path / "x") is None, content[:40]
+            assert open_tokens(tmp_path / "x") is None, content[:40]
 
 
 HEADER = b"\x93NUMPY\1\0v\0{'descr': '<u2', 'fortran_order': False, 'shape': (9,)}".ljust(127) + b"\n"
@@ -76,7 +76,7 @@ def test_what_is_nearly_a_token_file_is_refused_for_what_it_is(tmp_path):
     for words, content in NEARLY.items():
         (tmp_path / "x.bin").write_bytes(content)
         with pytest.raises(UserError, match=words):
-            layout_of(tmp_path / "x.bin")
+            open_tokens(tmp_path / "x.bin")
 
 
 def with_ends(ids, every):
@@ -103,7 +103,7 @@ def test_ids_are_served_as_uint16_and_refused_as_any_other_dtype_whatever_their_
     """60,000 letters of int32, numpy's dtype, were read as 120,000 tokens of which every second was 0."""
     ids, path, refused = OF_IDS[name], tmp_path / "train.bin", 0
     np.where(ids < 0, 0, ids % 65536).astype("<u2").tofile(path)  # as nanoGPT's single characters
-    assert layout_of(path) == "bare uint16"
+    assert open_tokens(path).layout == "bare uint16"
     for dtype in OTHER_DTYPES:
         info = np.iinfo(dtype) if np.dtype(dtype).kind != "f" else np.iinfo("<i4")
         too_few = np.dtype(dtype).itemsize < 4 and name == "sixty"
@@ -111,7 +111,7 @@ def test_ids_are_served_as_uint16_and_refused_as_any_other_dtype_whatever_their_
             ids.astype(dtype).tofile(path)
             kind = np.dtype(dtype.replace("u4", "i4")).str.lstrip("<|")
             with pytest.raises(UserError, match=f"its bytes look like ids of numpy's {kind}, .* numpy.save"):
-                layout_of(path)
+                open_tokens(path)
             refused += 1
     assert refused >= 5
 
@@ -121,12 +121,12 @@ def test_numpys_own_files_state_their_dtype(tmp_path):
     path = tmp_path / "x.npy"
     for dtype in ("<u2", "<u4", "<i4", "<i8", ">u4", "u1"):
         np.save(path, LETTERS.astype(dtype))
-        opened = open_file(path, str(layout_of(path)))
+        opened = open_tokens(path)
         assert opened.layout == "numpy"
         assert np.array_equal(opened.tokens, LETTERS)
     for array in (LETTERS.astype("f4"), LETTERS.reshape(-1, 2)):
         np.save(path, array)
-        assert layout_of(path) is None
+        assert open_tokens(path) is None
         with pytest.raises(UserError, match=r"x\.npy' as text or as tokens: .* or one row of integers"):
             open_data(str(path))
 

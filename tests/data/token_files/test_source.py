@@ -33,7 +33,7 @@ def here(tmp_path, monkeypatch):
 
 def names(source):
     found = token_files(source)
-    return found and tuple([str(path) for path in part] for part in found)
+    return found and tuple([str(file.path) for file in part] for part in found)
 
 
 def write(*paths):

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from narrowgauge.trainer.data.loading.batch import training_batch as training_batch
     from narrowgauge.trainer.data.loading.batch import validation_batches as validation_batches
     from narrowgauge.trainer.data.loading.dataset import AUTO as AUTO
-    from narrowgauge.trainer.data.loading.dataset import Dataset as Dataset
     from narrowgauge.trainer.data.loading.dataset import open_data as open_data
     from narrowgauge.trainer.data.loading.dataset import split_sources as split_sources
     from narrowgauge.trainer.data.loading.dataset import (
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
     from narrowgauge.trainer.data.token_files.token_file import open_token_file as open_token_file
     from narrowgauge.trainer.data.token_files.token_file import verify_token_file as verify_token_file
     from narrowgauge.trainer.data.token_files.token_file import write_token_file as write_token_file
+    from narrowgauge.trainer.data.token_files.token_stream import Dataset as Dataset
     from narrowgauge.trainer.data.token_files.token_stream import Mixture as Mixture
     from narrowgauge.trainer.data.token_files.token_stream import TokenStream as TokenStream
     from narrowgauge.trainer.data.tokenization.tokenizer import Tokenizer as Tokenizer

@@ -18,13 +18,12 @@ and the options.
 import json
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, cast, get_origin
+from typing import Any, get_origin
 
 from narrowgauge.system.errors import UserError
 from narrowgauge.system.files import sha256_of
 from narrowgauge.trainer.data.token_files.token_file import (
     TokenFile,
-    Tokens,
     damaged,
     open_token_file,
     verify_token_file,
@@ -74,8 +73,8 @@ class Corpus:
 
     directory: Path
     tokenizer: Tokenizer
-    train: Tokens
-    val: Tokens
+    train: TokenStream
+    val: TokenStream
     digest: str
     manifest: CorpusManifest
 
@@ -104,26 +103,25 @@ def open_corpus(directory: Path, verify: bool = True) -> Corpus:
         raise damaged(tokenizer_path, "it is missing")
     if verify and sha256_of(tokenizer_path, follow_links=True) != manifest.tokenizer_sha256:
         raise damaged(tokenizer_path, "its sha256 has changed since it was written")
-    train = _open_part(directory, manifest, manifest.train, verify)
-    val = _open_part(directory, manifest, manifest.val, verify)
+    for facts in manifest.train + manifest.val if verify else ():
+        verify_token_file(directory / facts["name"], _written(facts), manifest.vocab_size)
     tokenizer = load_tokenizer(tokenizer_path)
     if tokenizer.vocab_size != manifest.vocab_size:
         raise damaged(
             tokenizer_path, f"it has {tokenizer.vocab_size} ids, but the tokens need {manifest.vocab_size}"
         )
+    train, val = (
+        TokenStream(
+            tuple(open_token_file(directory / facts["name"], _written(facts)) for facts in files),
+            (tokenizer.end_of_document,),
+        )
+        for files in (manifest.train, manifest.val)
+    )
     return Corpus(directory, tokenizer, train, val, manifest.digest, manifest)
 
 
-def _open_part(
-    directory: Path, manifest: CorpusManifest, files: list[dict[str, Any]], verify: bool
-) -> Tokens:
-    parts = []
-    for facts in files:
-        path, expected = directory / facts["name"], TokenFile(facts["tokens"], facts["sha256"])
-        if verify:
-            verify_token_file(path, expected, manifest.vocab_size)
-        parts.append(open_token_file(path, expected))
-    return parts[0] if len(parts) == 1 else cast(Tokens, TokenStream(tuple(parts)))
+def _written(facts: dict[str, Any]) -> TokenFile:
+    return TokenFile(facts["tokens"], facts["sha256"])
 
 
 def read_manifest(directory: Path) -> CorpusManifest:

@@ -24,10 +24,9 @@ from numpy.typing import NDArray
 
 from narrowgauge.system.errors import UserError, unknown
 from narrowgauge.system.files import staged_directory
-from narrowgauge.trainer.data.loading.dataset import Dataset
 from narrowgauge.trainer.data.token_files.megatron import write_megatron
 from narrowgauge.trainer.data.token_files.token_file import SHARD_TOKENS, TokenWriter, shard_paths
-from narrowgauge.trainer.data.token_files.token_stream import Mixture
+from narrowgauge.trainer.data.token_files.token_stream import Dataset, Mixture
 from narrowgauge.trainer.data.tokenization.formats import TOKENIZER_FILE
 
 TOKEN_LAYOUTS = ("llmc", "megatron")

@@ -13,38 +13,21 @@ the first source. For text, `auto` trains bpe-4096 on the first source alone.
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from narrowgauge.system.errors import UserError
 from narrowgauge.system.files import user_path
 from narrowgauge.trainer.data.cache import Progress, no_progress
 from narrowgauge.trainer.data.corpus import Corpus, is_corpus, read_manifest
-from narrowgauge.trainer.data.loading.sample_order import BLOCK, shares_of
+from narrowgauge.trainer.data.loading.sample_order import shares_of
 from narrowgauge.trainer.data.preparation.prepare import DEFAULT_TOKENIZER, prepare
 from narrowgauge.trainer.data.sources import open_source
 from narrowgauge.trainer.data.sources.hub import PREFIX as HUB
-from narrowgauge.trainer.data.token_files.source import (
-    TokenSource,
-    open_token_source,
-    token_files,
-    vocabulary_of_files,
-)
-from narrowgauge.trainer.data.token_files.token_stream import Mixture, TokenStream
+from narrowgauge.trainer.data.token_files.source import open_token_source, token_files, vocabulary_of_files
+from narrowgauge.trainer.data.token_files.token_stream import Dataset, Mixture, as_mixture
 from narrowgauge.trainer.data.tokenization.formats import TOKENIZER_FILE
 from narrowgauge.trainer.data.tokenization.names import make_tokenizer
-from narrowgauge.trainer.data.tokenization.tokenizer import Tokenizer
 
 AUTO = "auto"
-
-
-@dataclass(frozen=True, eq=False)
-class Dataset:
-    """Training and held-out tokens, their tokenizer, and a digest of all three."""
-
-    tokenizer: Tokenizer
-    train: Mixture
-    val: Mixture
-    digest: str
 
 
 def open_data(
@@ -65,24 +48,24 @@ def open_data(
         UserError: a source, the tokenizer or the weights cannot be used.
     """
     report = progress or no_progress
-    opened = list[TokenSource]()
-    for name in split_sources(source, weights):
+    names, opened = split_sources(source, weights), list[Dataset]()
+    for name in names:
         opened.append(_open(name, tokenizer, opened[0] if opened else None, report))
         first, last = opened[0], opened[-1]
         if last.tokenizer.digest != first.tokenizer.digest:
             raise UserError(
-                f"data sources {first.name!r} and {last.name!r} have different tokenizers (sha256 "
+                f"data sources {names[0]!r} and {name!r} have different tokenizers (sha256 "
                 f"{first.tokenizer.digest[:12]} and {last.tokenizer.digest[:12]}); make both with the same "
                 "one, and name it with --data.tokenizer"
             )
     if len(opened) == 1:
-        shares: tuple[int, ...] = (BLOCK,)
-        digest = opened[0].digest
-    else:
-        shares = shares_of(weights or [len(one.train) for one in opened])
-        digest = hashlib.sha256("\n".join(one.digest for one in opened).encode()).hexdigest()
-    train = Mixture(tuple(one.train for one in opened), shares)
-    val = Mixture(tuple(one.val for one in opened), shares)
+        return opened[0]
+    shares = shares_of(weights or [len(one.train) for one in opened])
+    digest = hashlib.sha256("\n".join(one.digest for one in opened).encode()).hexdigest()
+    train, val = (
+        Mixture(tuple(stream for one in parts for stream in one.streams), shares)
+        for parts in zip(*((one.train, one.val) for one in opened), strict=True)
+    )
     return Dataset(opened[0].tokenizer, train, val, digest)
 
 
@@ -146,21 +129,17 @@ def split_sources(source: str, weights: Sequence[float] = ()) -> list[str]:
     return names
 
 
-def _open(name: str, tokenizer: str, first: TokenSource | None, report: Progress) -> TokenSource:
+def _open(name: str, tokenizer: str, first: Dataset | None, report: Progress) -> Dataset:
     named = None if tokenizer == AUTO else tokenizer
     if is_corpus(user_path(name)):
-        return _of_corpus(name, prepare(name, named))
+        return _of_corpus(prepare(name, named))
     if files := token_files(name):
         return open_token_source(name, files, named, report)
     if first and first.tokenizer_file and (named is None or named.startswith("bpe-")):
         named = str(first.tokenizer_file)
-    return _of_corpus(name, prepare(name, named or DEFAULT_TOKENIZER, progress=report))
+    return _of_corpus(prepare(name, named or DEFAULT_TOKENIZER, progress=report))
 
 
-def _of_corpus(name: str, corpus: Corpus) -> TokenSource:
-    ends = (corpus.tokenizer.end_of_document,)
-    train, val = (
-        TokenStream(tokens.arrays if isinstance(tokens, TokenStream) else (tokens,), ends)
-        for tokens in (corpus.train, corpus.val)
-    )
-    return TokenSource(name, corpus.tokenizer, train, val, corpus.digest, corpus.directory / TOKENIZER_FILE)
+def _of_corpus(corpus: Corpus) -> Dataset:
+    train, val = as_mixture(corpus.train), as_mixture(corpus.val)
+    return Dataset(corpus.tokenizer, train, val, corpus.digest, corpus.directory / TOKENIZER_FILE)

@@ -19,11 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from narrowgauge.system.errors import UserError
 from narrowgauge.system.files import user_path
-from narrowgauge.trainer.data.token_files.token_file import Tokens, unfit
+from narrowgauge.trainer.data.token_files.token_file import OpenFile, unfit
 from narrowgauge.trainer.data.tokenization.tokenizer import Tokenizer, load_tokenizer
 
 SUFFIX = ".ds"
@@ -36,8 +35,8 @@ def is_datatrove(path: Path) -> bool:
     return path.suffix == SUFFIX or _beside(path, ".index").is_file()
 
 
-def open_datatrove(path: Path) -> tuple[Tokens, NDArray[np.int64], tuple[Path, ...], str | None]:
-    """(ids, first token of each document, files, name of the tokenizer) of X.ds, memory-mapped.
+def open_datatrove(path: Path) -> OpenFile:
+    """The tokens of X.ds, the first of each document, and the name of the tokenizer.
 
     Raises:
         UserError: the index or the metadata is missing or contradicts the ids, or there is a mask.
@@ -71,22 +70,27 @@ def open_datatrove(path: Path) -> tuple[Tokens, NDArray[np.int64], tuple[Path, .
         raise unfit(path, "it holds no tokens")
     starts = np.unique(np.append(0, ends[:-1]))  # an empty document starts where the next one does
     named = None if name.startswith(_UNKNOWN) else name
-    files = (path, index, metadata)
-    return np.memmap(path, dtype=dtype, mode="r"), starts[starts < total], files, named
+    return OpenFile(
+        path,
+        f"datatrove with tokenizer {named}" if named else "datatrove",
+        np.memmap(path, dtype=dtype, mode="r"),
+        (index, metadata),
+        starts=starts[starts < total],
+        tokenizer=named,
+    )
 
 
-def checked_tokenizer(path: Path, tokens: Tokens, name: str, chosen: Tokenizer | None) -> Tokenizer:
-    """The tokenizer of a file whose metadata names it, read from that path or from the hub's cache.
+def checked_tokenizer(opened: OpenFile, chosen: Tokenizer | None) -> Tokenizer:
+    """The tokenizer that a file's metadata names, read from that path or from the hub's cache.
 
     Args:
-        path: The file, for errors.
-        tokens: Its ids.
-        name: The name in its metadata.
+        opened: The file.
         chosen: The tokenizer to use; None: the one of that name.
 
     Raises:
         UserError: `chosen` is another one, or there is none and that of the name is not on this machine.
     """
+    path, name, size = opened.path, opened.tokenizer or "", opened.tokens.dtype.itemsize
     file = _find(name)
     if file is None and chosen is None:
         raise UserError(
@@ -99,11 +103,11 @@ def checked_tokenizer(path: Path, tokens: Tokens, name: str, chosen: Tokenizer |
         )
     made = chosen if file is None else load_tokenizer(file)
     assert made is not None
-    size = 4 if made.library.get_vocab_size() > 1 << 16 else 2
-    if (chosen and made.digest != chosen.digest) or size != tokens.dtype.itemsize:
+    right_size = 4 if made.library.get_vocab_size() > 1 << 16 else 2
+    if (chosen and made.digest != chosen.digest) or size != right_size:
         raise UserError(
-            f"{path} was made with tokenizer {name!r} and ids of {tokens.dtype.itemsize} bytes, and not with "
-            f"the chosen one of {(chosen or made).vocab_size} entries; leave data.tokenizer out"
+            f"{path} was made with tokenizer {name!r} and ids of {size} bytes, and not with the chosen one "
+            f"of {(chosen or made).vocab_size} entries; leave data.tokenizer out"
         )
     return made
 

@@ -19,7 +19,6 @@ Every file is memory-mapped; none is executed or unpickled.
 """
 
 import struct
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +28,13 @@ from numpy.typing import NDArray
 from narrowgauge.trainer.data.signatures import PICKLE, ZIP, LlmcMagic
 from narrowgauge.trainer.data.token_files.datatrove import is_datatrove, open_datatrove
 from narrowgauge.trainer.data.token_files.megatron import is_megatron_index, open_megatron
-from narrowgauge.trainer.data.token_files.token_file import HEADER_BYTES, Tokens, open_token_file, unfit
+from narrowgauge.trainer.data.token_files.token_file import HEADER_BYTES, OpenFile, open_token_file, unfit
 
-BARE, NUMPY, DATATROVE = "bare uint16", "numpy", "datatrove"
-_LLM_C = {LlmcMagic.TOKENS: "llm.c uint16", LlmcMagic.LLAMA3_TOKENS: "llm.c uint32"}
+BARE = "bare uint16"
+_LLM_C = {  # and their vocabularies
+    LlmcMagic.TOKENS: ("llm.c uint16", (50257, 50256)),
+    LlmcMagic.LLAMA3_TOKENS: ("llm.c uint32", (128256, 128000)),
+}
 # gzip, zstd, bzip2, xz, zip, parquet, PNG, JPEG, PDF, ELF, HDF5, SQLite, UTF-16 of either order
 _NOT_TOKENS: tuple[bytes, ...] = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh", b"\xfd7zXZ", ZIP, b"PAR1")
 _NOT_TOKENS += (b"\x89PNG", b"\xff\xd8\xff", b"%PDF", b"\x7fELF", b"\x89HDF", b"SQLite")
@@ -46,43 +48,31 @@ _MOST_ID = 1 << 21
 _ENOUGH = 16, 256  # the fewest wide ids, and the fewest of two bytes, that are not 0, to judge by
 
 
-@dataclass(frozen=True, eq=False)
-class OpenFile:
-    """A token file: its ids, memory-mapped, and the layout's facts on documents, targets and vocabulary."""
-
-    path: Path  # the file with the ids
-    layout: str
-    tokens: Tokens
-    files: tuple[Path, ...]  # all files that belong to it
-    boundary_first: bool | None = False  # whether the id between documents is before one; None: see file
-    starts: NDArray[np.int64] | None = None  # of the documents, if the layout has an index
-    vocabulary: tuple[int, int] | None = None  # (size, id between documents), if the layout states them
-    tokenizer: str | None = None  # its name, if the layout states it
-
-
-def layout_of(path: Path) -> str | None:
-    """The layout of a file, by its first bytes, its size and its .idx; None if it does not hold tokens.
+def open_tokens(path: Path) -> OpenFile | None:
+    """A token file of any layout, by its first bytes, its size and its .idx; None if it does not hold tokens.
 
     Raises:
         OSError: the file cannot be read.
         UserError: it resembles a token file, but not one that can be read.
     """
     if is_datatrove(path):
-        return DATATROVE
+        return open_datatrove(path)
     with path.open("rb") as file:
         head = file.read(_SAMPLE_BYTES)
     magic = struct.unpack("<i", head[:4])[0] if len(head) >= 4 else 0
     if magic in list(LlmcMagic):
         if (known := LlmcMagic(magic)) not in _LLM_C:
             raise unfit(path, f"it is {known.description} of llm.c's")
-        return _LLM_C[known]
+        layout, vocabulary = _LLM_C[known]
+        ids = open_token_file(path)
+        return OpenFile(path, layout, ids, boundary_first=True, vocabulary=vocabulary)
     if head.startswith(_LLMQ):
         raise unfit(path, "it is llmq's, a layout that is no longer read", "save its ids with numpy.save")
     if head.startswith(_NUMPY):
-        return NUMPY if _numpy_array(path) is not None else None
+        return _numpy_array(path)
     index = path.with_suffix(".idx")
     if index.is_file() and is_megatron_index(index):
-        return "Megatron"
+        return open_megatron(path)
     size = path.stat().st_size
     if size == 0 or size % 2 or _is_known(path, head) or _is_text(head) or not _repeats(head):
         return None
@@ -96,28 +86,7 @@ def layout_of(path: Path) -> str | None:
             f"save them with a header: numpy.save('ids.npy', numpy.fromfile({path.name!r}, '{dtype}')"
             ".astype('uint32'))",
         )
-    return BARE
-
-
-def open_file(path: Path, layout: str) -> OpenFile:
-    """The tokens of a file in the layout that `layout_of` returned."""
-    if layout in _LLM_C.values():
-        tokens = open_token_file(path, fault=unfit)
-        vocabulary = (50257, 50256) if tokens.dtype.itemsize == 2 else (128256, 128000)
-        return OpenFile(path, layout, tokens, (path,), boundary_first=True, vocabulary=vocabulary)
-    if layout == "Megatron":
-        megatron = open_megatron(path)
-        pair = (path.with_suffix(".bin"), path.with_suffix(".idx"))
-        return OpenFile(pair[0], layout, megatron.tokens, pair, starts=megatron.starts)
-    if layout == DATATROVE:
-        tokens, starts, files, name = open_datatrove(path)
-        stated = layout if name is None else f"{layout} with tokenizer {name}"
-        return OpenFile(path, stated, tokens, files, starts=starts, tokenizer=name)
-    if layout == NUMPY and (array := _numpy_array(path)) is not None:
-        return OpenFile(path, layout, array, (path,), boundary_first=None)
-    assert layout == BARE
-    mapped: Tokens = np.memmap(path, dtype="<u2", mode="r")
-    return OpenFile(path, layout, mapped, (path,))
+    return OpenFile(path, BARE, np.memmap(path, dtype="<u2", mode="r"))
 
 
 def _is_known(path: Path, head: bytes) -> bool:
@@ -146,13 +115,14 @@ def _repeats(head: bytes) -> bool:
     return len(np.unique(numbers)) < len(numbers) / 2
 
 
-def _numpy_array(path: Path) -> Tokens | None:
-    """The ids of a .npy file, memory-mapped; None if it holds another kind of array. Nothing is unpickled."""
+def _numpy_array(path: Path) -> OpenFile | None:
+    """The ids of a .npy file; None if it holds another kind of array. Nothing is unpickled."""
     try:
-        array: Tokens = np.load(path, mmap_mode="r")  # by default it refuses pickles
+        array: NDArray[Any] = np.load(path, mmap_mode="r")  # by default it refuses pickles
     except ValueError as error:  # cut, or an array of Python objects
         raise unfit(path, f"numpy cannot map it ({error})") from None
-    return array if array.ndim == 1 and array.dtype.kind in "iu" and len(array) else None
+    has_ids = array.ndim == 1 and array.dtype.kind in "iu" and len(array)
+    return OpenFile(path, "numpy", array, boundary_first=None) if has_ids else None
 
 
 def _sample(path: Path) -> bytes:

@@ -27,7 +27,6 @@ Source: `megatron/core/datasets/indexed_dataset.py` of github.com/NVIDIA/Megatro
 import struct
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ from numpy.typing import NDArray
 
 from narrowgauge.system.errors import UserError
 from narrowgauge.system.files import staged_file
-from narrowgauge.trainer.data.token_files.token_file import Tokens, unfit
+from narrowgauge.trainer.data.token_files.token_file import OpenFile, unfit
 
 MAGIC = b"MMIDIDX\0\0"
 _LEGACY_MAGIC = b"TNTIDX\0\0"
@@ -48,22 +47,14 @@ _DTYPES: dict[int, np.dtype[Any]] = {
 _LARGEST_LENGTH = 2**31 - 1
 
 
-@dataclass(frozen=True, eq=False)
-class MegatronFile:
-    """The ids of NAME.bin, memory-mapped and read-only, and the position of each document's first token."""
-
-    tokens: Tokens
-    starts: NDArray[np.int64]
-
-
 def is_megatron_index(path: Path) -> bool:
     """Whether the file begins like Megatron's .idx, in the current or the old layout."""
     with path.open("rb") as file:
         return file.read(len(MAGIC)).startswith((MAGIC, _LEGACY_MAGIC))
 
 
-def open_megatron(path: Path) -> MegatronFile:
-    """The tokens of `path`, which is NAME.bin or NAME.idx.
+def open_megatron(path: Path) -> OpenFile:
+    """The tokens of `path`, which is NAME.bin or NAME.idx, and the first of each document.
 
     Raises:
         UserError: the index is damaged, has another layout or dtype, or does not match its .bin.
@@ -89,7 +80,7 @@ def open_megatron(path: Path) -> MegatronFile:
         raise unfit(data, "it holds no tokens")
     tokens = np.memmap(data, dtype=dtype, mode="r")
     edges = np.append(places, total) // dtype.itemsize
-    return MegatronFile(tokens, edges[documents[:-1]])
+    return OpenFile(data, "Megatron", tokens, (index,), starts=edges[documents[:-1]])
 
 
 def write_megatron(stem: Path, documents: Iterable[NDArray[Any]], vocab_size: int) -> tuple[Path, Path]:

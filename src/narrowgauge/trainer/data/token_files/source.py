@@ -24,7 +24,6 @@ All files are read once, for their digest and their largest id (`token_statistic
 import glob
 import hashlib
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -34,10 +33,10 @@ from narrowgauge.system.files import user_path
 from narrowgauge.trainer.data.cache import Progress
 from narrowgauge.trainer.data.sources.paths import LINES, TABLE, file_type, visible_files, warn_of_the_rest
 from narrowgauge.trainer.data.token_files import datatrove
-from narrowgauge.trainer.data.token_files.detect import BARE, OpenFile, layout_of, open_file
+from narrowgauge.trainer.data.token_files.detect import BARE, open_tokens
 from narrowgauge.trainer.data.token_files.statistics import token_statistics
-from narrowgauge.trainer.data.token_files.token_file import check_ids, unfit
-from narrowgauge.trainer.data.token_files.token_stream import TokenStream
+from narrowgauge.trainer.data.token_files.token_file import OpenFile, check_ids, unfit
+from narrowgauge.trainer.data.token_files.token_stream import Dataset, TokenStream, as_mixture
 from narrowgauge.trainer.data.tokenization.formats import tokenizer_files
 from narrowgauge.trainer.data.tokenization.names import make_tokenizer
 from narrowgauge.trainer.data.tokenization.tokenizer import Tokenizer, ids_tokenizer, load_tokenizer
@@ -50,19 +49,10 @@ _NEAR = 1 << 20  # tokens in which to look for the start of a document
 _GPT2_SIZE = 50257
 
 
-@dataclass(frozen=True, eq=False)
-class TokenSource:
-    """The training and held-out tokens of a source, their tokenizer, and the digest that names them."""
-
-    name: str
-    tokenizer: Tokenizer
-    train: TokenStream
-    val: TokenStream
-    digest: str
-    tokenizer_file: Path | None = None
+Files = list[OpenFile]
 
 
-def token_files(source: str) -> tuple[list[Path], list[Path]] | None:
+def token_files(source: str) -> tuple[Files, Files] | None:
     """The files of a source to train on and those held out (none: the tail); None if it holds no tokens.
 
     Raises:
@@ -72,7 +62,7 @@ def token_files(source: str) -> tuple[list[Path], list[Path]] | None:
     try:
         if path.is_dir():
             candidates = sorted(p for p in path.iterdir() if p.suffix in _ENDINGS and p.name[0] != ".")
-            files = [p for p in candidates if p.is_file() and _is_tokens(p)]
+            files = [file for p in candidates if p.is_file() and (file := _opened(p))]
             if not files:
                 return None
             others = [file.path for file in visible_files(path) if file.path.suffix != ".json"]
@@ -84,13 +74,18 @@ def token_files(source: str) -> tuple[list[Path], list[Path]] | None:
             if not files:
                 return None
             train, val = _by_name(source, files)
-            return train, val or [p for p in _matches(_with_word(source, "train", "val")) if p not in train]
+            known = {file.path for file in train}
+            pairs = _matches(_with_word(source, "train", "val"))
+            return train, val or [file for file in pairs if file.path not in known]
         path = _data_of(path)
-        if not path.is_file() or not _is_tokens(path):
+        if not path.is_file() or not (file := _opened(path)):
             return None
         pair = [Path(_with_word(str(path), *words)) for words in (("val", "train"), ("train", "val"))]
-        is_pair = pair[0] != pair[1] and all(one.is_file() and _is_tokens(one) for one in pair)
-        return (pair[:1], pair[1:]) if is_pair else ([path], [])
+        if pair[0] != pair[1] and all(map(Path.is_file, pair)):
+            first, second = map(_opened, pair)
+            if first and second:
+                return [first], [second]
+        return [file], []
     except OSError as error:
         raise UserError(
             f"cannot look into {source!r}: {error.strerror}; give a source that can be read"
@@ -98,8 +93,8 @@ def token_files(source: str) -> tuple[list[Path], list[Path]] | None:
 
 
 def open_token_source(
-    source: str, files: tuple[list[Path], list[Path]], tokenizer: str | None, report: Progress
-) -> TokenSource:
+    source: str, files: tuple[Files, Files], tokenizer: str | None, report: Progress
+) -> Dataset:
     """Open the token files of a source.
 
     Args:
@@ -111,8 +106,7 @@ def open_token_source(
     Raises:
         UserError: the files have several layouts, the vocabulary is unknown, or an id exceeds it.
     """
-    train, val = ([open_file(path, str(layout_of(path))) for path in part] for part in files)
-    opened = train + val
+    opened = [*files[0], *files[1]]
     if other := next((file for file in opened if file.layout != opened[0].layout), None):
         raise UserError(
             f"data source {source!r} mixes layouts: {opened[0].path} is {opened[0].layout} and {other.path} "
@@ -124,28 +118,26 @@ def open_token_source(
     for file, one in zip(opened, statistics, strict=True):
         if one.smallest < 0 or one.largest >= chosen.vocab_size:
             check_ids(file.path, file.tokens, chosen.vocab_size, unfit)
-    facts = ["tokens", chosen.digest, *(one.sha256 for one in statistics), f"{len(val)} held out"]
+    facts = ["tokens", chosen.digest, *(one.sha256 for one in statistics), f"{len(files[1])} held out"]
     digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()
-    streams = [_stream(part, boundaries) for part in (train, val) if part]
-    if len(streams) == 1:
-        streams = [*_split_tail(streams[0])]
-    return TokenSource(source, chosen, streams[0], streams[1], digest)
+    streams = [_stream(part, boundaries) for part in files if part]
+    train, val = streams if len(streams) == 2 else _split_tail(streams[0])
+    return Dataset(chosen, as_mixture(train), as_mixture(val), digest)
 
 
-def vocabulary_of_files(first: Path) -> int | None:
+def vocabulary_of_files(first: OpenFile) -> int | None:
     """The vocabulary size that comes with the first token file of a source; None if its ids decide it."""
-    if tokenizer_files(first.parent):
-        return load_tokenizer(first.parent).vocab_size
-    file = open_file(first, str(layout_of(first)))
-    if file.tokenizer is not None:
-        return datatrove.checked_tokenizer(file.path, file.tokens, file.tokenizer, None).vocab_size
-    return file.vocabulary[0] if file.vocabulary else None
+    if tokenizer_files(first.path.parent):
+        return load_tokenizer(first.path.parent).vocab_size
+    if first.tokenizer is not None:
+        return datatrove.checked_tokenizer(first, None).vocab_size
+    return first.vocabulary[0] if first.vocabulary else None
 
 
-def _is_tokens(path: Path) -> bool:
-    """Whether the file holds tokens; a bare layout is only a guess, so text files are excluded by name."""
-    layout = layout_of(path)
-    return layout is not None and not (layout == BARE and file_type(path) is not None)
+def _opened(path: Path) -> OpenFile | None:
+    """The file if it holds tokens; a bare layout is only a guess, so text files are excluded by name."""
+    file = open_tokens(path)
+    return None if file and file.layout == BARE and file_type(path) is not None else file
 
 
 def _data_of(path: Path) -> Path:
@@ -161,24 +153,25 @@ def _data_of(path: Path) -> Path:
     return path
 
 
-def _matches(pattern: str) -> list[Path]:
+def _matches(pattern: str) -> Files:
     """The token files that a glob matches, in order; apart from text files, either all match or none."""
     names = sorted(glob.glob(str(user_path(pattern)), recursive=True))
     paths = [Path(n) for n in names if Path(n).is_file() and file_type(Path(n)) is None]
     paths = list(dict.fromkeys(map(_data_of, paths)))
-    is_token = [_is_tokens(path) for path in paths]
-    if any(is_token) and not all(is_token):
+    opened = [_opened(path) for path in paths]
+    files = [file for file in opened if file]
+    if files and None in opened:
         raise UserError(
-            f"data source {pattern!r} leads to token files and to {paths[is_token.index(False)]}, which does "
+            f"data source {pattern!r} leads to token files and to {paths[opened.index(None)]}, which does "
             "not hold tokens; narrow the glob"
         )
-    return paths if any(is_token) else []
+    return files
 
 
-def _by_name(source: str, files: list[Path]) -> tuple[list[Path], list[Path]]:
-    words = {path: set(re.split(r"[^a-z]+", path.stem.lower())) for path in files}
-    val = [path for path in files if words[path] & _HELD_OUT_WORDS]
-    train = [path for path in files if path not in val and "test" not in words[path]]
+def _by_name(source: str, files: Files) -> tuple[Files, Files]:
+    words = {file: set(re.split(r"[^a-z]+", file.path.stem.lower())) for file in files}
+    val = [file for file in files if words[file] & _HELD_OUT_WORDS]
+    train = [file for file in files if file not in val and "test" not in words[file]]
     if not train:
         raise UserError(
             f"data source {source!r} holds nothing to train on: by their names its files are held out; "
@@ -208,7 +201,7 @@ def _tokenizer(
     elif tokenizer_files(file.path.parent):
         tokenizer = load_tokenizer(file.path.parent)
     elif file.tokenizer is not None:
-        tokenizer = datatrove.checked_tokenizer(file.path, file.tokens, file.tokenizer, None)
+        tokenizer = datatrove.checked_tokenizer(file, None)
     elif stated:
         tokenizer = ids_tokenizer(*stated)
     elif largest == _GPT2_SIZE - 1:
@@ -220,13 +213,13 @@ def _tokenizer(
             f"--data.tokenizer ids-{largest + 2}"
         )
     if file.tokenizer is not None and not (name or "").startswith("ids-"):
-        datatrove.checked_tokenizer(file.path, file.tokens, file.tokenizer, tokenizer)
+        datatrove.checked_tokenizer(file, tokenizer)
     # Llama 3 ends a document with one id, and llm.c separates documents with another.
     of_layout = {stated[1]} if stated and stated[0] == tokenizer.vocab_size else set()
     return tokenizer, tuple(sorted({tokenizer.end_of_document} | of_layout))
 
 
-def _stream(files: list[OpenFile], boundaries: tuple[int, ...]) -> TokenStream:
+def _stream(files: Files, boundaries: tuple[int, ...]) -> TokenStream:
     """The stream of the files, one after the other."""
     starts, offset = [], 0
     for file in files:

@@ -16,7 +16,7 @@ import numpy as np
 
 from narrowgauge.system.files import cache_directory, sha256_of, write_cached
 from narrowgauge.trainer.data.cache import Progress
-from narrowgauge.trainer.data.token_files.detect import OpenFile
+from narrowgauge.trainer.data.token_files.token_file import OpenFile
 
 _CHUNK = 1 << 22  # tokens read together
 
@@ -32,7 +32,8 @@ class TokenStatistics:
 
 def token_statistics(file: OpenFile, report: Progress) -> TokenStatistics:
     """Statistics of the file, from the cache if possible; `report` is called as bytes are read."""
-    entry = cache_directory() / "surveys" / f"{_name(file.files)}.json"
+    files = (file.path, *file.beside)
+    entry = cache_directory() / "surveys" / f"{_name(files)}.json"
     with contextlib.suppress(OSError, ValueError, TypeError):
         known = TokenStatistics(**json.loads(entry.read_text(encoding="utf-8")))
         if [type(value) for value in asdict(known).values()] == [str, int, int]:
@@ -41,13 +42,9 @@ def token_statistics(file: OpenFile, report: Progress) -> TokenStatistics:
     for start in range(0, total, _CHUNK):
         chunk = np.asarray(file.tokens[start : start + _CHUNK])
         smallest, largest = min(smallest, int(chunk.min())), max(largest, int(chunk.max()))
-        report(
-            f"scan {file.path.name}",
-            (start + len(chunk)) * chunk.itemsize,
-            total * chunk.itemsize,
-            "",
-        )
-    digests = "\n".join(sha256_of(path, follow_links=True) for path in file.files)
+        size = chunk.itemsize
+        report(f"scan {file.path.name}", (start + len(chunk)) * size, total * size, "")
+    digests = "\n".join(sha256_of(path, follow_links=True) for path in files)
     result = TokenStatistics(hashlib.sha256(digests.encode()).hexdigest(), smallest, largest)
     write_cached(entry, asdict(result))
     return result

@@ -53,6 +53,20 @@ class TokenFile:
     sha256: str
 
 
+@dataclass(frozen=True, eq=False)
+class OpenFile:
+    """A token file: its ids, memory-mapped, and the layout's facts on documents, targets and vocabulary."""
+
+    path: Path  # the file with the ids
+    layout: str
+    tokens: Tokens
+    beside: tuple[Path, ...] = ()  # the other files that belong to it
+    boundary_first: bool | None = False  # whether the id between documents is before one; None: see file
+    starts: NDArray[np.int64] | None = None  # of the documents, if the layout has an index
+    vocabulary: tuple[int, int] | None = None  # (size, id between documents), if the layout states them
+    tokenizer: str | None = None  # its name, if the layout states it
+
+
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
     """The narrowest dtype of the layout that can hold every id below `vocab_size`."""
     return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
@@ -126,20 +140,31 @@ def shard_paths(directory: Path, stem: str) -> Iterator[Path]:
     return (directory / f"{stem}_{number:06}.bin" for number in count())
 
 
-def open_token_file(path: Path, expected: TokenFile | None = None, fault: Fault | None = None) -> Tokens:
+def open_token_file(path: Path, expected: TokenFile | None = None) -> Tokens:
     """The tokens of `path`, memory-mapped and read-only: uint16 or uint32 of shape (count,).
 
     Args:
         path: The file.
-        expected: The facts recorded when it was written; None = unknown.
-        fault: Makes the error from a path and a reason; None = the error for one of our files.
+        expected: The facts recorded when it was written; None = it is another program's.
 
     Raises:
         UserError: the file is not in this layout, its length does not agree with its header, or its count is
             not the expected one.
     """
-    fault = fault or damaged
-    dtype, count = _read_header(path, fault)
+    fault: Fault = damaged if expected else unfit
+    try:
+        with path.open("rb") as file:
+            raw = file.read(HEADER_BYTES)
+    except OSError as error:
+        raise fault(path, f"it cannot be read ({error.strerror})") from None
+    if len(raw) < HEADER_BYTES:
+        raise fault(path, f"it has {len(raw)} bytes, but the header alone has {HEADER_BYTES}")
+    magic, version, count = (int(value) for value in np.frombuffer(raw, "<i4", count=3))
+    dtype = _DTYPES.get((magic, version))
+    if dtype is None or count < 0:
+        raise fault(
+            path, f"it does not begin like a token file (magic {magic}, version {version}, {count} tokens)"
+        )
     size, right_size = path.stat().st_size, HEADER_BYTES + count * dtype.itemsize
     if size != right_size:
         raise fault(path, f"its header promises {count} tokens, so {right_size} bytes, and it has {size}")
@@ -157,22 +182,20 @@ def verify_token_file(path: Path, expected: TokenFile, vocab_size: int) -> None:
         UserError: as `open_token_file`; the digest differs, or an id exceeds the vocabulary.
     """
     tokens = open_token_file(path, expected)
-    check_ids(path, tokens, vocab_size)
+    check_ids(path, tokens, vocab_size, damaged)
     if sha256_of(path, follow_links=True) != expected.sha256:
         raise damaged(path, "its sha256 has changed since it was written")
 
 
-def check_ids(path: Path, tokens: Tokens, vocab_size: int, fault: Fault | None = None) -> None:
+def check_ids(path: Path, tokens: Tokens, vocab_size: int, fault: Fault) -> None:
     """Check that all ids are in [0, vocab_size); the `UserError` gives the first position that is not."""
     for start in range(0, len(tokens), _CHUNK):
         chunk = np.asarray(tokens[start : start + _CHUNK])
         beyond = (chunk >= vocab_size) | (chunk < 0)
         if beyond.any():
             position = start + int(beyond.argmax())
-            raise (fault or damaged)(
-                path,
-                f"token {position} has id {tokens[position]}, but the vocabulary ends at {vocab_size - 1}",
-            )
+            found = f"token {position} has id {tokens[position]}"
+            raise fault(path, f"{found}, but the vocabulary ends at {vocab_size - 1}")
 
 
 def damaged(path: Path, what: str) -> UserError:
@@ -193,21 +216,3 @@ def _header(dtype: np.dtype[Any], count: int) -> bytes:
     magic, version = next(key for key, of_key in _DTYPES.items() if of_key == dtype)
     header[:3] = magic, version, count
     return header.tobytes()
-
-
-def _read_header(path: Path, fault: Fault) -> tuple[np.dtype[Any], int]:
-    """The dtype and the token count that the header states."""
-    try:
-        with path.open("rb") as file:
-            raw = file.read(HEADER_BYTES)
-    except OSError as error:
-        raise fault(path, f"it cannot be read ({error.strerror})") from None
-    if len(raw) < HEADER_BYTES:
-        raise fault(path, f"it has {len(raw)} bytes, but the header alone has {HEADER_BYTES}")
-    magic, version, count = (int(value) for value in np.frombuffer(raw, "<i4", count=3))
-    dtype = _DTYPES.get((magic, version))
-    if dtype is None or count < 0:
-        raise fault(
-            path, f"it does not begin like a token file (magic {magic}, version {version}, {count} tokens)"
-        )
-    return dtype, count

@@ -15,12 +15,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from narrowgauge.trainer.data.token_files.token_file import Tokens
+from narrowgauge.trainer.data.tokenization.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,11 +125,22 @@ class Mixture:
     """Streams, each with its share of `sample_order.BLOCK` samples; a single stream may have any share."""
 
     streams: tuple[TokenStream, ...]
-    shares: tuple[int, ...]
+    shares: tuple[int, ...] = (1,)
 
     def __len__(self) -> int:
         """The number of tokens in all streams."""
         return sum(map(len, self.streams))
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """Training and held-out tokens, their tokenizer, and a digest of all three."""
+
+    tokenizer: Tokenizer
+    train: Mixture
+    val: Mixture
+    digest: str
+    tokenizer_file: Path | None = None  # of a corpus, whose tokenizer also serves the texts after it
 
 
 def as_mixture(tokens: "Mixture | TokenStream | Tokens") -> Mixture:
@@ -135,4 +148,4 @@ def as_mixture(tokens: "Mixture | TokenStream | Tokens") -> Mixture:
     if isinstance(tokens, Mixture):
         return tokens
     stream = tokens if isinstance(tokens, TokenStream) else TokenStream((tokens,))
-    return Mixture((stream,), (1,))
+    return Mixture((stream,))
