@@ -1,6 +1,11 @@
 """A small corpus, a tiny configuration, and the command in separate processes."""
 
-import support.one_thread
+import os
+
+# One thread a process, in this one and all that it starts, before anything imports torch: the tests are many
+# processes on few cores. What is about threads sets its own.
+os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 import support.shape_names  # noqa: F401  before anything imports narrowgauge
 
 # isort: split
@@ -115,5 +120,5 @@ def look() -> type[Look]:
 @pytest.fixture(scope="session")
 def narrowgauge(_kept: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Narrowgauge]:
     """The command: call it to run it to its end, or `start` it."""
-    with warm() as server:
-        yield Narrowgauge(server, tmp_path_factory.mktemp("processes"))
+    with warm() as ask:
+        yield Narrowgauge(ask, tmp_path_factory.mktemp("processes"))

@@ -1,22 +1,19 @@
 """Jobs in real processes, one or a world of them, for checkpoints to survive."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from support.processes import Narrowgauge
-
-RANKS = Path(__file__).parents[1] / "support" / "checkpoint_ranks.py"
+from support.processes import RANKS, Ask, Narrowgauge
 
 
 @dataclass(frozen=True)
 class World:
     """How a job ended on every rank: exit codes (negative: the signal), and what each returned or raised."""
 
-    pids: list[int]
     codes: list[int]
     said: list[Any]
 
@@ -28,18 +25,19 @@ class World:
 
 
 @pytest.fixture(scope="session")
-def _ranks(narrowgauge: Narrowgauge) -> Iterator[Callable[[Mapping[str, Any]], Any]]:
-    with narrowgauge.serve(RANKS) as ask:
+def _ask(narrowgauge: Narrowgauge) -> Iterator[Ask]:
+    with narrowgauge.serve(RANKS, "support.checkpoint_ranks") as ask:
         yield ask
 
 
 @pytest.fixture
-def on_ranks(_ranks: Callable[[Mapping[str, Any]], Any]) -> Callable[..., World]:
-    """Do a job of checkpoint_ranks.py in n processes."""
+def on_ranks(_ask: Ask) -> Callable[..., World]:
+    """Do a job of checkpoint_ranks.py in n processes; one alone has no process group."""
 
     def run(ranks: int, do: str, path: Path, crash_at: str = "", **job: Any) -> World:
         environment = {"NARROWGAUGE_CRASH_AT": crash_at} if crash_at else {}
-        job |= {"ranks": ranks, "do": do, "path": str(path), "environment": environment}
-        return World(**_ranks(job))
+        how = {"environments": [environment] * ranks, "meets": ranks > 1}
+        ends = _ask({"do": f"support.checkpoint_ranks.{do}", "with": job | {"path": str(path)}, **how})
+        return World([e["code"] for e in ends], [e.get("result", e.get("error")) for e in ends])
 
     return run

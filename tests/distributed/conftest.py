@@ -1,13 +1,12 @@
 """Small groups of real processes: forked from one that has torch imported, or trainings of two ranks."""
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from support.fault_runs import Runs
-from support.processes import Narrowgauge
+from support.processes import RANKS, Narrowgauge
 
 
 @pytest.fixture
@@ -26,12 +25,13 @@ def out(tmp_path):
 @pytest.fixture(scope="session")
 def ranks(narrowgauge: Narrowgauge) -> Iterator[Callable[..., list[Any]]]:
     """`ranks(world, "jobs_x.name", key=value)`: what the job returned on each rank; failures are shown."""
-    with narrowgauge.serve(Path(__file__).with_name("ranks.py")) as ask:
+    files = "jobs_training", "test_ddp", "test_fsdp", "test_quantized_gather", "test_quantized_reduce"
+    with narrowgauge.serve(RANKS, *(f"distributed.{file}" for file in files)) as ask:
 
         def run(world: int, job: str, **values: Any) -> list[Any]:
-            file, _, name = job.partition(".")
-            answers = ask({"world": world, "file": file, "name": name, "with": values})
-            errors = [f"rank {i}: {a['error']}" for i, a in enumerate(answers) if "error" in a]
+            how = {"environments": [{}] * world, "meets": True}
+            answers = ask({"do": f"distributed.{job}", "with": values, **how})
+            errors = [f"rank {i}: {a['trace']}" for i, a in enumerate(answers) if "trace" in a]
             assert not errors, "\n".join(errors)
             return [a["result"] for a in answers]
 

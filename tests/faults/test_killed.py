@@ -3,6 +3,7 @@
 Points inside a save: `checkpoint/store/test_crash_points.py`; each recipe: `training/step/test_recipes.py`.
 """
 
+import os
 import random
 import secrets
 import signal
@@ -10,7 +11,7 @@ import time
 
 import pytest
 
-from support.fault_jobs import alive
+from support.fault_jobs import alive, descendants
 from support.fault_runs import WIDE, contents
 from support.fault_table import LATER, RANKS, case
 
@@ -105,15 +106,16 @@ def test_one_rank_of_two_ends_and_the_job_ends(runs, out, how, victim):
 @RANKS
 def test_workers_die_with_their_torchrun(runs, out, ranks):
     words = runs.words({"training.steps": 5000})
-    job = runs.torchrun(words, out, ranks)
-    job.until(lambda: len(job.pids) == ranks).until(runs.look(out).has_step(7))
-    workers = job.pids
-    job.processes[0].send(KILL)
-    deadline = time.monotonic() + 20
-    while any(map(alive, workers.values())) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    survivors = [pid for pid in workers.values() if alive(pid)]
+    job = runs.torchrun(words, out, ranks).until(runs.look(out).has_step(7))
+    workers = descendants(job.pids[0], depth=1)
+    assert len(workers) == ranks
     job.kill()
+    deadline = time.monotonic() + 20
+    while any(map(alive, workers)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    survivors = [pid for pid in workers if alive(pid)]
+    for pid in survivors:
+        os.kill(pid, KILL)
     assert not survivors, "workers outlived their launcher"
     newest = runs.look(out).column("step")[-1]
     again = runs.start(words, out, ranks).until(runs.look(out).has_step(newest + 1, resumes=1))

@@ -4,18 +4,19 @@ import hashlib
 import json
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from safetensors import deserialize
+
 import narrowgauge as ng
+from support.fault_jobs import free_port
+from support.processes import RANKS, Ask, server
+from support.runs import WORDS, Values, with_keys
 
 HERE = Path(__file__).parent
-WORDS = ["narrow", "gauge", "rail", "train", "coal", "steam", "valley", "signal"]
-Values = dict[str, dict[str, Any]]
 Cell = dict[str, Any]
 
 # What holds the arithmetic still, from before torch is imported. `COMPATIBLE` is MKL's code path that gives
@@ -59,30 +60,26 @@ def write_text(directory: Path) -> Path:
 class Worker:
     """The pinned process, and a directory for what it makes."""
 
-    def __init__(self, server: "subprocess.Popen[str]", directory: Path) -> None:
-        self.server, self.directory = server, directory
+    def __init__(self, ask: Ask, directory: Path) -> None:
+        self.ask, self.directory = ask, directory
         write_text(directory / "text")
 
     def __call__(self, *calls: Mapping[str, Any], world: int = 1, products: str = "fp32") -> list[Any]:
         """What the first rank of a world returned of each call; a failure of any rank is shown."""
-        assert self.server.stdin is not None
-        assert self.server.stdout is not None
-        job = {"world": world, "products": products, "calls": calls}
-        print(json.dumps(job), file=self.server.stdin, flush=True)
-        answers = json.loads(self.server.stdout.readline())
-        errors = [f"rank {i}: {a['error']}" for i, a in enumerate(answers) if "error" in a]
+        of_all = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "localhost"}
+        of_all["MASTER_PORT"] = str(free_port())
+        places = [{"RANK": str(rank), "LOCAL_RANK": str(rank), **of_all} for rank in range(world)]
+        how = {"environments": places if world > 1 else [{}], "meets": False}
+        what = {"products": products, "calls": calls}
+        answers = self.ask({"do": "golden.worker.make", "with": what, **how})
+        errors = [f"rank {i}: {a['trace']}" for i, a in enumerate(answers) if "trace" in a]
         assert not errors, "\n".join(errors)
-        return list(answers[0]["results"])
+        return list(answers[0]["result"])
 
     def values(self, recipe: str, changes: Mapping[str, Any] | None = None) -> Values:
         """Values of a tiny run, with `{"section.key": value}` over them."""
-        values = {section: dict(table) for section, table in TINY.items()}
-        values["data"]["source"] = "text"  # below the directory of the worker, whose path thus stands nowhere
-        values["recipe"] = {"name": recipe}
-        for key, value in (changes or {}).items():
-            section, _, name = key.partition(".")
-            values.setdefault(section, {})[name] = value
-        return values
+        # The text is below the directory of the worker, whose path thus stands nowhere.
+        return with_keys(TINY, {"data.source": "text", "recipe.name": recipe, **(changes or {})})
 
     def train(self, name: str, values: Values, world: int = 1, products: str = "fp32") -> Path:
         """The run directory of a separate training, trained once."""
@@ -100,20 +97,9 @@ def worker(directory: Path, pins: Mapping[str, str] = PINS) -> Iterator[Worker]:
     own = {"NARROWGAUGE_CACHE": str(directory / "cache"), "PYTHONPATH": str(package), "COLUMNS": "110"}
     own["NARROWGAUGE_PRODUCTS"] = "onednn"  # what `pin` records, and not what a moment measures
     own["NARROWGAUGE_ATTENTION"] = "torch"
-    command = [sys.executable, "-W", "error", str(HERE / "worker.py")]
-    with subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=directory,
-        env=inherited | own | dict(pins),
-    ) as server:
-        try:
-            yield Worker(server, directory)
-        finally:
-            assert server.stdin is not None
-            server.stdin.close()
+    environment = inherited | own | dict(pins)
+    with server(RANKS, "golden.worker", cwd=directory, env=environment) as ask:
+        yield Worker(ask, directory)
 
 
 def kept_file(name: str) -> Path:
@@ -137,15 +123,8 @@ def sha(data: bytes, digits: int = 16) -> str:
 
 
 def tensors_of(file: Path) -> dict[str, tuple[str, bytes]]:
-    """(dtype, bytes) of each tensor of a safetensors file, read without the library."""
-    data = file.read_bytes()
-    start = 8 + int.from_bytes(data[:8], "little")
-    header = json.loads(data[8:start])
-    header.pop("__metadata__", None)
-    return {
-        name: (facts["dtype"], data[start + facts["data_offsets"][0] : start + facts["data_offsets"][1]])
-        for name, facts in header.items()
-    }
+    """(dtype, bytes) of each tensor of a safetensors file."""
+    return {name: (facts["dtype"], facts["data"]) for name, facts in deserialize(file.read_bytes())}
 
 
 def state_of(checkpoint: Path) -> dict[str, str]:

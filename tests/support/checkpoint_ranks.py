@@ -1,20 +1,15 @@
-"""Real processes, one or a world of them: reads one JSON job a line, forks a process for each rank, and
-answers with how each ended. One rank alone has no process group.
+"""What real processes, one or a world of them, do with checkpoints, and the tensors that they hold.
 
-torch is imported once, in this process. The tensors of a step are a function of its number, and which part
-of each a rank holds is a function of the world's size: by rows as FSDP cuts them (the last rank may have
-nothing), by columns, in two stripes a rank, the same on all, or on one rank alone.
+The tensors of a step are a function of its number, and which part of each a rank holds is a function of the
+world's size: by rows as FSDP cuts them (the last rank may have nothing), by columns, in two stripes a rank,
+the same on all, or on one rank alone.
 """
 
-import json
 import os
 import resource
 import signal
-import sys
-import tempfile
 import time
-import traceback
-from datetime import timedelta
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -26,11 +21,10 @@ from narrowgauge.trainer.checkpoint import (
     LocalTensor,
     choose_step,
     load,
-    lock_run,
     plan_save,
     restore_distributed,
-    steps,
 )
+from narrowgauge.trainer.checkpoint import steps as published_steps
 
 SHAPES = {
     "rows": (7, 6),
@@ -118,40 +112,51 @@ def assert_whole(path: Path, step: int) -> None:
         assert all(same_bits(loaded.tensors[group][name], x) for name, x in named.items())
 
 
-def group_of(ranks: int) -> dist.ProcessGroup | None:
-    return dist.group.WORLD if ranks > 1 else None
+def here() -> tuple[int, int, dist.ProcessGroup | None]:
+    """(rank, size, group); a process alone has no group."""
+    is_alone = not dist.is_initialized()
+    return (0, 1, None) if is_alone else (dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
 
 
-def save_step(job: dict, rank: int, ranks: int, step: int) -> str:
-    local_tensors = local_tensors_of(tensors_of(step), rank, ranks)
-    if job.get("poison") == rank:
-        local_tensors["optimizer"]["columns.torch.float32"][0].tensor.view(-1)[0] = torch.nan
-    if job.get("hole") and rank == 1:
-        del local_tensors["model"]["columns.torch.bfloat16"]
-    where = Path(job["path"])
-    return plan_save(where, step, local_tensors, state_of(step), 2, "run", group_of(ranks)).write().name
-
-
-def limit_files(job: dict, rank: int) -> None:
+def limit_files(small_files_on: int | None, largest_file: int) -> None:
     """A disk that is full for one rank: no file may be larger."""
-    if job.get("small_files_on") == rank:
+    if small_files_on == here()[0]:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (job["largest_file"], resource.RLIM_INFINITY))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, resource.RLIM_INFINITY))
 
 
-def save(job: dict, rank: int, ranks: int) -> list[str]:
-    limit_files(job, rank)
-    return [save_step(job, rank, ranks, step) for step in job["steps"]]
+def save(
+    path: str,
+    steps: list[int],
+    poison: int = -1,
+    hole: bool = False,
+    small_files_on: int | None = None,
+    largest_file: int = 0,
+) -> list[str]:
+    """Save some steps; one rank may have a poisoned tensor, or lack a part of another."""
+    rank, ranks, group = here()
+    limit_files(small_files_on, largest_file)
+    names = []
+    for step in steps:
+        local_tensors = local_tensors_of(tensors_of(step), rank, ranks)
+        if poison == rank:
+            local_tensors["optimizer"]["columns.torch.float32"][0].tensor.view(-1)[0] = torch.nan
+        if hole and rank == 1:
+            del local_tensors["model"]["columns.torch.bfloat16"]
+        plan = plan_save(Path(path), step, local_tensors, state_of(step), 2, "run", group)
+        names.append(plan.write().name)
+    return names
 
 
-def restore(job: dict, rank: int, ranks: int) -> dict:
+def restore(path: str) -> dict:
     """Choose a step, restore every slice, and compare with what the step held."""
-    path, refused = choose_step(Path(job["path"]), "run", group_of(ranks))
-    assert path is not None
-    truth = local_tensors_of(tensors_of(int(path.name.removeprefix("step-"))), rank, ranks)
+    rank, ranks, group = here()
+    chosen, refused = choose_step(Path(path), "run", group)
+    assert chosen is not None
+    truth = local_tensors_of(tensors_of(int(chosen.name.removeprefix("step-"))), rank, ranks)
     wanted = local_tensors_of(tensors_of(10**6), rank, ranks)
     state_before = torch.get_rng_state()
-    checkpoint = restore_distributed(path, wanted, group_of(ranks))
+    checkpoint = restore_distributed(chosen, wanted, group)
     wrong = [
         name
         for group, named in truth.items()
@@ -160,12 +165,19 @@ def restore(job: dict, rank: int, ranks: int) -> dict:
         if not same_bits(a.tensor, b.tensor)
     ]
     rng = torch.equal(state_before, torch.get_rng_state())
-    return {"path": path.name, "refused": refused, "state": checkpoint.state, "wrong": wrong, "rng": rng}
+    return {"path": chosen.name, "refused": refused, "state": checkpoint.state, "wrong": wrong, "rng": rng}
 
 
-def in_background(job: dict, rank: int, ranks: int) -> dict:
+def in_background(
+    path: str,
+    steps: list[int],
+    delay: float = 0.0,
+    kill: bool = False,
+    small_files_on: int | None = None,
+    largest_file: int = 0,
+) -> dict:
     """Save steps in the background, spoiling every tensor and the state as soon as each call returns."""
-    if delay := job.get("delay"):
+    if delay:
         fsync = os.fsync
 
         def slow(descriptor: int) -> None:
@@ -173,29 +185,30 @@ def in_background(job: dict, rank: int, ranks: int) -> dict:
             fsync(descriptor)
 
         os.fsync = slow  # a slow disk
+    rank, ranks, _ = here()
     said, published = [], []
     saver = AsyncSaver()
-    limit_files(job, rank)
+    limit_files(small_files_on, largest_file)
     local_tensors = local_tensors_of(tensors_of(0), rank, ranks)
     state = state_of(0)
-    for step in job["steps"]:
-        fill(local_tensors, local_tensors_of(tensors_of(step), rank, ranks))
-        state["step"] = state["list"][0] = step
+
+    def attempt(act: Callable[[], object], word: str) -> None:
         try:
-            saver.save(Path(job["path"]), step, local_tensors, state, 2, "run")
-            said.append("begun")
+            act()
+            said.append(word)
         except Exception as error:
             said.append(f"{type(error).__name__}: {error}")
-        published.append(steps(Path(job["path"])))
+
+    for step in steps:
+        fill(local_tensors, local_tensors_of(tensors_of(step), rank, ranks))
+        state["step"] = state["list"][0] = step
+        attempt(lambda s=step: saver.save(Path(path), s, local_tensors, state, 2, "run"), "begun")
+        published.append(published_steps(Path(path)))
         fill(local_tensors, local_tensors_of(tensors_of(10**6), rank, ranks))
         state["list"][0] = -1
-    if job.get("kill"):
+    if kill:
         os.kill(os.getpid(), signal.SIGKILL)
-    try:
-        saver.close()
-        said.append("closed")
-    except Exception as error:
-        said.append(f"{type(error).__name__}: {error}")
+    attempt(saver.close, "closed")
     return {"said": said, "published": published}
 
 
@@ -209,54 +222,5 @@ def fill(local_tensors: dict, others: dict) -> None:
                 a.copy_(b)
 
 
-def write_text(job: dict, rank: int, ranks: int) -> None:
-    write_whole(Path(job["path"]), "new")
-
-
-def hold_lock(job: dict, rank: int, ranks: int) -> None:
-    with lock_run(Path(job["path"])):
-        Path(job["ready"]).touch()
-        time.sleep(60)
-
-
-ALL = (save, restore, in_background, write_text, hold_lock)
-JOBS = {job.__name__: job for job in ALL}
-
-
-def run_rank(job: dict, rank: int, home: Path) -> None:
-    code, ranks = 0, job["ranks"]
-    os.environ.update(job.get("environment", {}))
-    result: object = None
-    try:
-        if ranks > 1:
-            store, timeout = dist.FileStore(str(home / "store"), ranks), timedelta(seconds=30)
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timeout)
-        result = JOBS[job["do"]](job, rank, ranks)
-    except Exception as error:
-        code, result = 1, f"{type(error).__name__}: {error}"
-        (home / f"trace-{rank}").write_text(traceback.format_exc())
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
-        (home / f"said-{rank}").write_text(json.dumps(result))
-        os._exit(code)
-
-
-def main() -> None:
-    for line in sys.stdin:
-        job = json.loads(line)
-        with tempfile.TemporaryDirectory() as name:
-            home, pids = Path(name), []
-            for rank in range(job["ranks"]):
-                pid = os.fork()
-                if pid == 0:
-                    run_rank(job, rank, home)
-                pids.append(pid)
-            waited = pids if job.get("wait", True) else []
-            codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in waited]
-            said = [home / f"said-{rank}" for rank in range(job["ranks"])]
-            results = [json.loads(file.read_text()) if file.exists() else None for file in said]
-        print(json.dumps({"pids": pids, "codes": codes, "said": results}), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+def write_text(path: str) -> None:
+    write_whole(Path(path), "new")

@@ -1,11 +1,10 @@
-"""The processes of one run, whoever started them: found, sent signals, waited for, and never left behind."""
+"""The processes of one run, whoever started them: sent signals, waited for, and never left behind."""
 
 import os
 import signal
 import socket
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,38 +28,24 @@ class JobEnded:
 
 @dataclass
 class Job:
-    """The processes of one run: its ranks, or the torchrun that has them as children.
+    """The processes of one run, one a rank, or the torchrun that starts them.
 
-    Numbers of processes are used again, and soon on a busy machine. So a process is sent a signal only while
-    it is certain to be the one that was started: one of ours until it was waited for, a child of torchrun as
-    long as it began when it was first seen.
+    Numbers of processes are used again, and soon on a busy machine. So a process is sent a signal only until
+    it was waited for.
     """
 
     processes: list[Any]
-    ranks: int
-    by_torchrun: bool = False
     _waited: set[int] = field(default_factory=set)  # of `processes`, by index
-    _workers: dict[int, psutil.Process] = field(default_factory=dict)  # by rank
 
     @property
     def pids(self) -> dict[int, int]:
-        """Process ids by rank; under torchrun those that were there when this was last asked."""
-        if not self.by_torchrun:
-            return {rank: process.pid for rank, process in enumerate(self.processes)}
-        if 0 not in self._waited:
-            launcher = self.processes[0].pid
-            for worker in psutil.Process(launcher).children() if alive(launcher) else ():
-                with suppress(psutil.Error):  # it is gone
-                    if (rank := worker.environ().get("RANK")) is not None:
-                        self._workers[int(rank)] = worker
-        return {rank: worker.pid for rank, worker in self._workers.items()}
+        """Process ids by rank."""
+        return {rank: process.pid for rank, process in enumerate(self.processes)}
 
     @property
     def left(self) -> list[int]:
         """The process ids that are still this job's, and run."""
-        unwaited = [p.pid for index, p in enumerate(self.processes) if index not in self._waited]
-        workers = [worker.pid for worker in self._workers.values() if worker.is_running()]
-        return [pid for pid in [*unwaited, *workers] if alive(pid)]
+        return [p.pid for index, p in enumerate(self.processes) if index not in self._waited and p.is_running]
 
     def until(self, arrived: Callable[[], bool], seconds: float = 60) -> "Job":
         """Wait for something to be true."""
@@ -73,27 +58,20 @@ class Job:
 
     def send(self, number: signal.Signals, rank: int | None = None) -> "Job":
         """A signal to one rank, or to all of them."""
-        pids = self.pids
-        for r in pids if rank is None else [rank]:
-            if pids[r] in self.left:
-                os.kill(pids[r], number)
+        left = self.left
+        for pid in left if rank is None else [self.pids[rank]]:
+            if pid in left:
+                os.kill(pid, number)
         return self
 
     def kill(self) -> JobEnded:
-        """SIGKILL to every rank, and to torchrun, at once."""
-        self._kill_left()
-        return self.wait()
+        """SIGKILL to every rank, or to torchrun, at once."""
+        return self.send(signal.SIGKILL).wait()
 
     def end(self) -> None:
         """Leave nothing of it behind, whatever has become of it."""
-        self._kill_left()
         if len(self._waited) < len(self.processes):
-            self.wait()
-
-    def _kill_left(self) -> None:
-        assert self.pids is not None  # the workers of torchrun, before it is gone
-        for pid in self.left:
-            os.kill(pid, signal.SIGKILL)
+            self.kill()
 
     def wait(self, seconds: float = 120) -> JobEnded:
         """How it ends. When one rank fails the others have GRACE_S, then they are killed, as srun does."""
@@ -114,7 +92,7 @@ class Job:
         return JobEnded([result.code for result in results], *said)
 
     def _give_up(self, waiting: set[int]) -> None:
-        self._kill_left()
+        self.send(signal.SIGKILL)
         for index in waiting:
             self._waited.add(index)
             self.processes[index].wait()

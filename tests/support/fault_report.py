@@ -11,16 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from support.fault_table import CASES
-
-_HEAD = """\
-# What may go wrong with a run, and does not
-
-Every row is one or more tests with real processes, real signals and real files (`tests/faults/` and wherever
-a test says `@case`). CI runs at least one test of each row; `make faults` runs them all and writes this page.
-Ranks are processes that meet over gloo.
-"""
-
+from support.fault_table import CASES, PAGE
 
 #: Of each case: how a test of it ended, and why it was skipped; and the seconds of all.
 _ends: dict[str, list[tuple[str, str]]] = defaultdict(list)
@@ -75,4 +66,5 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     terminalreporter.section("faults")
     terminalreporter.write(_table())
     if path:
-        Path(path).write_text(f"{_HEAD}\n{_table()}", encoding="utf-8")
+        head = PAGE.read_text(encoding="utf-8").partition("| case |")[0]
+        Path(path).write_text(head + _table(), encoding="utf-8")

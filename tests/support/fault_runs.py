@@ -68,20 +68,15 @@ class Runs:
             own = world | {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
             environ = own if ranks > 1 else {}
             processes.append(self.narrowgauge.start(*words, "--out", out, **{**environ, **more}))
-        self._jobs.append(Job(processes, ranks))
+        self._jobs.append(Job(processes))
         return self._jobs[-1]
 
-    def torchrun(
-        self, words: list[str], out: Path, ranks: int, faults: list[Mapping[str, Any]] = (), **more: str
-    ) -> Job:
+    def torchrun(self, words: list[str], out: Path, ranks: int) -> Job:
         """Start it by torchrun."""
-        program = [str(INJECT)] if faults else ["-m", "narrowgauge"]
-        more |= {"FAULTS": json.dumps(list(faults))}
         options = ["--standalone", f"--nproc-per-node={ranks}", f"--shutdown-timeout={SHUTDOWN_S}"]
-        arguments = [*options, *program, *words, "--out", out]
+        arguments = [*options, "-m", "narrowgauge", *words, "--out", out]
         # The ranks are started again, and their first environment then distinguishes them.
-        process = self.narrowgauge.start(*arguments, script=TORCHRUN, forks=False, **more)
-        self._jobs.append(Job([process], ranks, by_torchrun=True))
+        self._jobs.append(Job([self.narrowgauge.start(*arguments, script=TORCHRUN, forks=False)]))
         return self._jobs[-1]
 
     def finish(self, words: list[str], out: Path, ranks: int = 1, **more: Any) -> JobEnded:

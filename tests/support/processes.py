@@ -11,13 +11,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
 from support.fault_jobs import alive
 
 TORCHRUN = Path(torch.distributed.__file__).with_name("run.py")  # a script, as the command `torchrun` is
+RANKS = Path(__file__).with_name("rank_server.py")
+
+
+Ask = Callable[[Mapping[str, Any]], Any]
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,7 @@ class Process:
     pid: int
     out: Path
     err: Path
-    ask: Callable[[Mapping[str, Any]], Any]
+    ask: Ask
 
     def send(self, *signals: signal.Signals) -> None:
         """Deliver signals; several of them at one moment, while the process is held."""
@@ -82,14 +86,8 @@ class Process:
 class Narrowgauge:
     """The command: call it to run it to its end, or `start` it."""
 
-    def __init__(self, server: "subprocess.Popen[str]", directory: Path) -> None:
-        self.server, self.directory, self.count = server, directory, 0
-
-    def _ask(self, job: Mapping[str, Any]) -> Any:
-        assert self.server.stdin is not None
-        assert self.server.stdout is not None
-        print(json.dumps(job), file=self.server.stdin, flush=True)
-        return json.loads(self.server.stdout.readline())
+    def __init__(self, ask: Ask, directory: Path) -> None:
+        self._ask, self.directory, self.count = ask, directory, 0
 
     def start(
         self,
@@ -132,33 +130,45 @@ class Narrowgauge:
         return self.start(*arguments, **more).wait()
 
     @contextmanager
-    def serve(self, script: Path) -> Iterator[Callable[[Mapping[str, Any]], Any]]:
+    def serve(self, script: Path, *arguments: str) -> Iterator[Ask]:
         """Asks a script that reads one JSON job a line, and answers each with a line, while it runs."""
         with TemporaryDirectory() as directory:
             jobs, answers = (Path(directory) / name for name in ("jobs", "answers"))
             os.mkfifo(jobs)
             os.mkfifo(answers)
-            process = self.start(script=script, reads=jobs, terminal=str(answers))
+            process = self.start(*arguments, script=script, reads=jobs, terminal=str(answers))
             with answers.open() as told, jobs.open("w") as asked:  # in the order in which it opens them
-
-                def ask(job: Mapping[str, Any]) -> Any:
-                    print(json.dumps(job), file=asked, flush=True)
-                    line = told.readline()
-                    assert line, process.err.read_text()
-                    return json.loads(line)
-
-                yield ask
+                yield asking(asked, told, process.err)
             process.wait()
 
 
+def asking(asked: TextIO, told: TextIO, said: Path | None = None) -> Ask:
+    """The function that writes one JSON job a line, and reads the line that answers it."""
+
+    def ask(job: Mapping[str, Any]) -> Any:
+        print(json.dumps(job), file=asked, flush=True)
+        line = told.readline()
+        assert line, "the process has ended" if said is None else said.read_text()
+        return json.loads(line)
+
+    return ask
+
+
 @contextmanager
-def warm() -> Iterator["subprocess.Popen[str]"]:
+def server(*command: str | Path, **how: Any) -> Iterator[Ask]:
+    """Asks such a script, in a process of Python of its own."""
+    words, pipe = [sys.executable, *map(str, command)], subprocess.PIPE
+    with subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True, **how) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        yield asking(process.stdin, process.stdout)
+        process.stdin.close()
+
+
+@contextmanager
+def warm() -> Iterator[Ask]:
     """The process that has torch imported, for `Narrowgauge`."""
-    script = Path(__file__).with_name("warm.py")
     # A user's output is buffered, whatever the tests' is.
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
-    command, pipe = [sys.executable, script], subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment) as server:
-        yield server
-        assert server.stdin is not None
-        server.stdin.close()
+    with server(Path(__file__).with_name("warm.py"), env=environment) as ask:
+        yield ask

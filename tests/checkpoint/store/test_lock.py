@@ -5,7 +5,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -13,35 +12,29 @@ from narrowgauge.system.errors import UserError
 from narrowgauge.trainer.checkpoint import is_abandoned, lock_run
 from support.fault_table import case
 
-
-def until(arrived):
-    deadline = time.monotonic() + 10
-    while not arrived():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+HOLDS = """
+import sys, time
+from pathlib import Path
+from narrowgauge.trainer.checkpoint import lock_run
+with lock_run(Path(sys.argv[1])):
+    Path(sys.argv[2]).touch()
+    time.sleep(60)
+"""
 
 
 @case("A5", "G7", tier="quick")
-def test_a_second_process_is_told_who_holds_the_run_and_kill_9_frees_it(tmp_path, on_ranks):
-    run, ready = tmp_path / "run", tmp_path / "ready"
-    (pid,) = on_ranks(1, "hold_lock", run, ready=str(ready), wait=False).pids
-    until(ready.exists)
-    try:
-        who = f"process {pid} on host {socket.gethostname()}"
-        with pytest.raises(UserError, match=who), lock_run(run):
-            pass
-    finally:
-        os.kill(pid, signal.SIGKILL)
-    assert f"process {pid}" in (run / ".lock").read_text()  # the stale file is there, and does not block
-
-    def taken():
-        try:
-            with lock_run(run):
-                return (run / ".lock").read_text().startswith(f"process {os.getpid()} on ")
-        except UserError:  # the kernel has not buried the holder yet
-            return False
-
-    until(taken)
+def test_a_second_process_is_told_who_holds_the_run_and_kill_9_frees_it(tmp_path, narrowgauge):
+    run, ready, script = (tmp_path / name for name in ("run", "ready", "holds.py"))
+    script.write_text(HOLDS)
+    process = narrowgauge.start(run, ready, script=script).until(ready.exists)
+    who = f"process {process.pid} on host {socket.gethostname()}"
+    with pytest.raises(UserError, match=who), lock_run(run):
+        pass
+    process.send(signal.SIGKILL)
+    process.wait()
+    assert f"process {process.pid}" in (run / ".lock").read_text()  # the stale file is there, does not block
+    with lock_run(run):
+        assert (run / ".lock").read_text().startswith(f"process {os.getpid()} on ")
 
 
 def test_the_lock_is_exclusive_within_a_process_and_ends_with_the_block(tmp_path):
