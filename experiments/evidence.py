@@ -10,8 +10,7 @@ from pathlib import Path
 from narrowgauge.system.errors import UserError
 from narrowgauge.system.files import write_whole
 from narrowgauge.trainer.report.page.rungs import rungs_svg
-from narrowgauge.trainer.report.verdict.rows import read_rows
-from narrowgauge.trainer.report.verdict.verdict import row_verdicts
+from narrowgauge.trainer.report.verdict.verdict import read_rows, row_verdicts
 from publish.page import asked_arms, results_markdown
 from publish.predictions import read_predictions
 

@@ -3,7 +3,7 @@
     python experiments/held_out.py runs/ladder2/stages/300k-25 --arms null-1,null-2
 
 Each arm of a comparison is validated beside the reference of its seed on each number of tokens. A row of
-docs/evidence/ladder2/held-out.csv has the gap and its sampling error (`report/verdict/held_out.py`), both in
+docs/evidence/ladder2/held-out.csv has the gap and its sampling error (`report/verdict/groups.py`), both in
 percent. Rows that are there are not measured again; `make ladder2` turns them into a table.
 """
 
@@ -15,11 +15,11 @@ from pathlib import Path
 from ladder2 import ROWS
 from narrowgauge.kernels.dispatch import choose_attention, choose_products
 from narrowgauge.trainer.distributed import Engine
-from narrowgauge.trainer.report.verdict.held_out import error_percent
+from narrowgauge.trainer.report.verdict.groups import error_percent
 from narrowgauge.trainer.report.verdict.verdict import gap_percent
 from narrowgauge.trainer.runs import open_run, validation_loss
 from narrowgauge.trainer.runs.loop.validation import ValidationLoss
-from narrowgauge.trainer.runs.use.trained_model import run_data
+from narrowgauge.trainer.runs.use.trained_model import held_out_batches, run_data
 from publish.held_out import COLUMNS, Measured, read_measured
 from publish.ladder2 import REFERENCE
 
@@ -61,13 +61,12 @@ def measure(out: Path, seed: int, arms: Iterable[str]) -> list[Measured]:
 def losses(run: Path) -> dict[int, ValidationLoss]:
     """The loss of a run on each number of held-out tokens."""
     trained = open_run(run, "cpu")
-    c = trained.config
-    size, length = c.training.micro_batch_size, c.data.sequence_length
     text, engine = run_data(trained, None, lambda _: None).val, Engine.alone(trained.model)
     found = {}
     for tokens in HELD_OUT:
-        windows = (size, length, tokens // (size * length), c.data.separate_documents)
-        found[tokens] = validation_loss(engine, trained.go_to_sample, text, *windows)
+        sequences = tokens // trained.config.data.sequence_length
+        batches = held_out_batches(trained.config, text, sequences=sequences)
+        found[tokens] = validation_loss(engine, trained.go_to_sample, batches)
     return found
 
 

@@ -13,7 +13,7 @@ from ladder2 import ROWS, read_parts
 from narrowgauge.system.errors import UserError
 from narrowgauge.system.files import write_whole
 from narrowgauge.trainer.models import count_block_weights
-from narrowgauge.trainer.report.verdict.rows import Row, read_rows
+from narrowgauge.trainer.report.verdict.verdict import Row, read_rows
 from narrowgauge.trainer.runs.run_directory import PROBE
 from narrowgauge.trainer.training import make_config
 from publish.held_out import held_out_markdown, read_measured

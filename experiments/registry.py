@@ -22,8 +22,7 @@ from narrowgauge.recipes import recipe_names
 from narrowgauge.system.files import write_whole
 from narrowgauge.system.t_interval import Interval
 from narrowgauge.trainer.models import count_block_weights
-from narrowgauge.trainer.report.verdict.rows import read_rows
-from narrowgauge.trainer.report.verdict.verdict import gap_percent
+from narrowgauge.trainer.report.verdict.verdict import gap_percent, read_rows
 from narrowgauge.trainer.training import make_config
 from publish.ladder2 import REFERENCE, tokens_of
 from publish.predictions import read_predictions

@@ -43,7 +43,7 @@ ENTRIES: dict[str, tuple[str, ...]] = {
     "runs": ("monitor", "run_directory", "use", "loop"),
     "report": ("read", "verdict", "table", "page"),
     "cluster": ("plan", "launch", "doctor", "scaling"),
-    "laboratory": ("chart", "settings", "subject", "watch", "advise"),
+    "laboratory": ("chart", "arguments", "subject", "watch", "advise"),
 }
 FILES = sorted(ROOT.rglob("*.py"))
 

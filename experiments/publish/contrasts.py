@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from narrowgauge.system.t_interval import Interval, interval, t_quantile
-from narrowgauge.trainer.report.verdict.rows import DIVERGED, Row
 from narrowgauge.trainer.report.verdict.rule import is_control
+from narrowgauge.trainer.report.verdict.verdict import DIVERGED, Row
 from publish.predictions import Prediction, gaps_of
 
 MEAN = "mean of both"

@@ -15,8 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from narrowgauge.system.toml_text import toml_value
-from narrowgauge.trainer.report.verdict.rows import Row
-from narrowgauge.trainer.report.verdict.verdict import gap_percent
+from narrowgauge.trainer.report.verdict.verdict import Row, gap_percent
 
 EIGHT_BITS = ("dither-1", "dither-2", "mxfp8")
 FOUR_BITS, REFERENCE = "mxfp4", "bf16"

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 
 from narrowgauge.system.errors import UserError
 from narrowgauge.system.t_interval import Interval, interval
-from narrowgauge.trainer.report.verdict.rows import DIVERGED, Row
-from narrowgauge.trainer.report.verdict.verdict import gap_percent
+from narrowgauge.trainer.report.verdict.verdict import DIVERGED, Row, gap_percent
 
 HEAD = ("arm", "against", "loss", "rung", "predicted gap", "why")
 _RUNG = re.compile(r"(\d+)(?:\s*-\s*(\d+))?")

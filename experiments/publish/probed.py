@@ -13,8 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from narrowgauge.trainer.analysis.rank_correlation import rank_correlation
-from narrowgauge.trainer.report.verdict.rows import Row
-from narrowgauge.trainer.report.verdict.verdict import gap_percent
+from narrowgauge.trainer.report.verdict.verdict import Row, gap_percent
 from publish.ladder2 import REFERENCE
 from publish.tables import markdown
 

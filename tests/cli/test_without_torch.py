@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import narrowgauge as ng
-from narrowgauge.trainer.cli.table import VERBS
+from narrowgauge.trainer.cli.line import VERBS
 
 SOURCE = Path(ng.__file__).parents[1]
 ABSENT = """

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from narrowgauge.distributed import CommCounter, Mesh
 from narrowgauge.nn import DTYPES, Linear, recipe_tensors
 from narrowgauge.quantization import local_tensor, master_or_weight, shard_of, state_of
-from narrowgauge.trainer.data import open_data
-from narrowgauge.trainer.runs.loop.parallel_dims import parallel_dims_of
+from narrowgauge.trainer.data import open_data, validation_batches
+from narrowgauge.trainer.runs.loop.resolve import parallel_dims_of
 from narrowgauge.trainer.runs.loop.validation import validation_loss
 from narrowgauge.trainer.simulate import MemoryTracker
 from narrowgauge.trainer.training.config.config import make_config
@@ -78,8 +78,8 @@ class Trained:
                 told.append(self.trainer.train_step(batches)[:2])
         self.operands = {(o.name, place): seen for o in onlookers for place, seen in o.seen.items()}
         engine, go_to = self.trainer.engine, self.trainer.go_to_sample
-        how = (samples, d.sequence_length, 3, d.separate_documents)
-        val = validation_loss(engine, go_to, data.val, *how).mean
+        batches = validation_batches(data.val, samples, d.sequence_length, 3, d.separate_documents)
+        val = validation_loss(engine, go_to, batches).mean
         chosen = recipe_tensors(self.trainer.model).items()
         chosen = {n: t.tolist() for n, t in chosen if n.endswith(".chosen")}
         self.told = {"steps": told, "val": val, "state": self.trainer.state(), "chosen": chosen}

@@ -20,8 +20,8 @@ from narrowgauge.trainer.experiment.jobs import (
     require_same,
 )
 from narrowgauge.trainer.laboratory.compare import run_comparison
-from narrowgauge.trainer.report.verdict.rows import Row, read_rows, rows_text
-from narrowgauge.trainer.runs.loop.two_losses import keep_losses
+from narrowgauge.trainer.report.verdict.verdict import Row, read_rows, rows_text
+from narrowgauge.trainer.runs.loop.validation import keep_losses
 from narrowgauge.trainer.runs.run_directory import RunDirectory
 from publish.predictions import read_predictions
 from support.in_process import train

@@ -4,8 +4,8 @@ import io
 
 from rich.console import Console
 
+from narrowgauge.trainer.experiment.engine import ProgressLine
 from narrowgauge.trainer.experiment.jobs import Job
-from narrowgauge.trainer.experiment.progress import ProgressLine
 
 
 def test_a_pipe_hears_of_runs_at_work(tmp_path):

@@ -11,8 +11,8 @@ from narrowgauge.system.t_interval import interval
 from narrowgauge.trainer.report import print_comparison
 from narrowgauge.trainer.report.page.rungs import rungs_section, rungs_svg
 from narrowgauge.trainer.report.read.stored import Probe
-from narrowgauge.trainer.report.verdict.rows import COLUMNS, Row, read_rows, rows_text
-from narrowgauge.trainer.report.verdict.verdict import extra_tokens, row_verdicts
+from narrowgauge.trainer.report.verdict import verdict
+from narrowgauge.trainer.report.verdict.verdict import Row, extra_tokens, read_rows, row_verdicts
 from publish.contrasts import ratio_interval
 from publish.page import results_markdown
 from publish.predictions import outcome, read_predictions
@@ -97,10 +97,10 @@ def test_a_csv_comes_back_and_another_file_is_refused(tmp_path):
     rows = rows_of({"mxfp4": (1.0, 2.0)})
     rows.append(Row("mxfp4", 9, 1, 1000, math.nan, math.nan, "diverged"))
     file = tmp_path / "runs.csv"
-    file.write_text(rows_text(rows))
-    assert rows_text(read_rows(file)) == file.read_text()
+    file.write_text(verdict.rows_text(rows))
+    assert verdict.rows_text(read_rows(file)) == file.read_text()
     assert file.read_text().splitlines()[-1] == "mxfp4,9,1,1000,,,diverged"
-    file.write_text(",".join(COLUMNS) + "\nbf16,0,1\n")
+    file.write_text(",".join(verdict.COLUMNS) + "\nbf16,0,1\n")
     with pytest.raises(Exception, match="line 2"):
         read_rows(file)
 

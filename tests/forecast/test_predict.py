@@ -24,7 +24,7 @@ from narrowgauge.system.errors import UserError
 from narrowgauge.system.t_interval import Interval
 from narrowgauge.trainer.cli.main import main
 from narrowgauge.trainer.models import model_names
-from narrowgauge.trainer.report.verdict.rows import DIVERGED, DONE, Row, rows_text
+from narrowgauge.trainer.report.verdict.verdict import DIVERGED, DONE, Row, rows_text
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,8 @@ from narrowgauge.system.errors import UserError
 from narrowgauge.trainer.cli.line import config_values, read_line
 from narrowgauge.trainer.cli.main import main
 from narrowgauge.trainer.cluster.plan.cluster_spec import load_cluster
-from narrowgauge.trainer.laboratory.advise.question import RECIPES, unfit
 from narrowgauge.trainer.laboratory.advise.result import Advice
-from narrowgauge.trainer.laboratory.advise.space import Space
+from narrowgauge.trainer.laboratory.advise.search import RECIPES, Space, unfit
 from narrowgauge.trainer.training import make_config
 
 CARD = """

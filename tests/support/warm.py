@@ -31,15 +31,14 @@ import torch.distributed.launcher.api  # noqa: F401  and when torchrun starts
 
 import narrowgauge.trainer.bench
 import narrowgauge.trainer.cluster.scaling.scaling
-import narrowgauge.trainer.laboratory.advise.space
+import narrowgauge.trainer.laboratory.advise.search
 import narrowgauge.trainer.laboratory.compare
 import narrowgauge.trainer.laboratory.plan
 import narrowgauge.trainer.laboratory.train
 import narrowgauge.trainer.laboratory.watch
 import narrowgauge.trainer.runs.use.export
 import narrowgauge.trainer.runs.use.served  # noqa: F401  what verbs import when they run
-from narrowgauge.trainer.cli.line import parser_of
-from narrowgauge.trainer.cli.table import VERBS
+from narrowgauge.trainer.cli.line import VERBS, parser_of
 
 
 def become(job: dict) -> None:

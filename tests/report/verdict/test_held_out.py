@@ -7,7 +7,7 @@ import statistics
 import pytest
 
 from narrowgauge.trainer.report import read_runs, table_notes
-from narrowgauge.trainer.report.verdict.held_out import sampling_error
+from narrowgauge.trainer.report.verdict.groups import sampling_error
 
 PARTS, TOKENS = 8, 16_384
 FOUR = [4.0, 4.1, 4.2, 4.3]

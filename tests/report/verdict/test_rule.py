@@ -8,7 +8,7 @@ import pytest
 
 from narrowgauge.system.t_interval import t_quantile
 from narrowgauge.trainer.experiment.power import Plan, power_text, seeds_for_equality, smallest_gap
-from narrowgauge.trainer.report.verdict.critical import critical_value
+from narrowgauge.trainer.report.verdict import rule
 from narrowgauge.trainer.report.verdict.rule import MARGIN, Judgement, Spread, judge, pooled_spread
 
 # two-sided 5 % points, by (arms, degrees of freedom)
@@ -40,7 +40,7 @@ def test_one_arm_is_students_interval():
 
 
 def test_critical_values_are_those_of_dunnetts_table():
-    found = {key: critical_value(*key) for key in DUNNETT}
+    found = {key: rule.critical_value(*key) for key in DUNNETT}
     assert found == pytest.approx(DUNNETT, abs=0.006)
 
 

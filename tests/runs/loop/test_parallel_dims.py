@@ -10,7 +10,7 @@ from narrowgauge.trainer.checkpoint.interop.hf_config import config_from, family
 from narrowgauge.trainer.checkpoint.interop.llmc import write_llmc
 from narrowgauge.trainer.data import validation_batches
 from narrowgauge.trainer.models import model_config
-from narrowgauge.trainer.runs.loop.parallel_dims import lay_out, parallel_dims_of
+from narrowgauge.trainer.runs.loop.resolve import lay_out, parallel_dims_of
 from narrowgauge.trainer.runs.run_directory import RunDirectory
 from narrowgauge.trainer.training.config.config import load_values, make_config
 from narrowgauge.trainer.training.config.micro_batch import held_out_sequences

@@ -8,7 +8,7 @@ from narrowgauge.nn import convert
 from narrowgauge.recipes import recipe_names
 from narrowgauge.system.errors import UserError
 from narrowgauge.trainer.cli.main import main
-from narrowgauge.trainer.data import prepare
+from narrowgauge.trainer.data import prepare, validation_batches
 from narrowgauge.trainer.distributed import Engine
 from narrowgauge.trainer.models import Transformer, initialize, model_config
 from narrowgauge.trainer.runs import TrainedRun, bits_per_byte, open_run, validation_loss
@@ -26,7 +26,8 @@ def test_the_newest_model_gives_the_recorded_loss(trained, look, text, changes):
     assert there.step == 6
     assert not there.model.training
     val = prepare(text, "bytes").val
-    loss = validation_loss(Engine.alone(there.model), there.go_to_sample, val, 2, 32, 2).mean
+    batches = validation_batches(val, 2, 32, 2)
+    loss = validation_loss(Engine.alone(there.model), there.go_to_sample, batches).mean
     assert loss == look(path).steps[-1]["val_loss"]
 
 
@@ -47,12 +48,13 @@ def test_the_loss_is_the_mean_over_tokens_and_of_bytes_the_bits_a_byte(trained, 
     # In fp8 a batch shares its scales, so that its sequences are not computed as they are alone.
     there = open_run(trained({"recipe.name": "fp32"}), "cpu")
     engine, val = Engine.alone(there.model), prepare(text, "bytes").val
-    singly = validation_loss(engine, there.go_to_sample, val, 1, 32, None).mean
-    together = validation_loss(engine, there.go_to_sample, val, 2, 32, None).mean
+    singly, together = (
+        validation_loss(engine, there.go_to_sample, validation_batches(val, size, 32)).mean for size in (1, 2)
+    )
     assert together == pytest.approx(singly, rel=1e-5)
     assert all(p.grad is None for p in there.model.parameters())
     ends = len(val) / (len(val) - (np.asarray(val) == 256).sum())  # the end of a document has no bytes
-    bits = bits_per_byte(together, there.tokenizer, val, 2, 32, None)
+    bits = bits_per_byte(together, there.tokenizer, validation_batches(val, 2, 32))
     assert together / np.log(2) <= bits == pytest.approx(together / np.log(2) * ends, rel=0.02)
 
 

@@ -1,14 +1,292 @@
-"""Reads a command line: the options of its verb."""
+"""The verbs of the command, where the function of each is and what it needs; and the parser of their lines.
+
+A function's signature gives the options of its verb, and its docstring the help (`cli.signature`). Its module
+imports nothing heavy, so that help and usage errors appear at once. The parser finds options by their other
+names, and its errors are one sentence. The help of a verb fits on one screen; `--help all` and `--help
+SECTION` list the keys of the configuration.
+"""
 
 import argparse
-from functools import cache
+import inspect
+import re
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache, partial
+from importlib import import_module
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, NoReturn
 
 from narrowgauge.system.errors import UserError, nearest, unknown
-from narrowgauge.trainer import data  # each name is imported on first use
+from narrowgauge.trainer import data, training  # each name is imported on first use
 from narrowgauge.trainer.cli import signature
-from narrowgauge.trainer.cli.parser import Parser
-from narrowgauge.trainer.cli.table import VERBS, function_of
+from narrowgauge.trainer.cli.signature import Function, Join, reader
 from narrowgauge.trainer.laboratory.arguments import config_values
+from narrowgauge.trainer.training.config.synonyms import SHORT, key_of, other_names, plain, unknown_key
+
+#: The module of each verb's function, in the groups and the order of the help.
+GROUPS: Mapping[str, Mapping[str, str]] = {
+    "plan": {
+        "advise": "trainer.laboratory.advise.advise",
+        "plan": "trainer.laboratory.plan",
+        "predict": "trainer.cli.verbs.predict",
+        "doctor": "trainer.cli.verbs.machine",
+    },
+    "data and models": {
+        "prepare": "trainer.cli.verbs.prepare",
+        **dict.fromkeys(("import", "export", "served", "sample", "eval"), "trainer.cli.verbs.models"),
+    },
+    "train": {
+        "train": "trainer.laboratory.train",
+        "compare": "trainer.laboratory.compare",
+        "launch": "trainer.cli.verbs.launch",
+    },
+    "look": {
+        **dict.fromkeys(("watch", "report", "runs"), "trainer.cli.verbs.runs"),
+        "probe": "trainer.laboratory.probe",
+        "sensitivity": "trainer.laboratory.sensitivity",
+        "search": "trainer.laboratory.search",
+    },
+    "measure this machine": dict.fromkeys(("bench", "scaling"), "trainer.cli.verbs.machine"),
+    "what exists": dict.fromkeys(("recipes", "formats", "models"), "trainer.cli.verbs.recipes"),
+}
+VERBS: Mapping[str, str] = {verb: module for verbs in GROUPS.values() for verb, module in verbs.items()}
+#: The verbs that need neither the file locks nor the signals of POSIX.
+ANYWHERE = ("doctor", "predict", "recipes", "formats", "models", "runs")
+#: The verbs that need no torch; `recipes` does for questions about this machine.
+WITHOUT_TORCH = (*ANYWHERE, "prepare", "report", "watch")
+
+
+def function_of(verb: str) -> Function:
+    """The function of a verb."""
+    module = import_module(f"narrowgauge.{VERBS[verb]}")
+    function: Function = getattr(module, f"{verb}_" if verb in ("import", "eval") else verb)
+    return function
+
+
+def title_of(verb: str) -> str:
+    """What a verb does, in a sentence: the first line of its function's docstring."""
+    return (inspect.getdoc(function_of(verb)) or "").partition("\n")[0]
+
+
+COLUMN = 34  # where the second column begins
+
+
+def command_text() -> str:
+    """The help of the command: groups of verbs, each with what it does."""
+    lines = ["usage: narrowgauge [-h] [-V] VERB ...", ""]
+    lines += ["Pre-train language models in low precision, and see what each format did."]
+    for group, verbs in GROUPS.items():
+        lines += ["", f"{group}:"]
+        for verb in verbs:
+            text = title_of(verb)
+            lines += _row(f"    {verb}", text[0].lower() + text[1:].rstrip("."), 18)
+    lines += ["", "options:", *_row("  -h, --help", "show this help message and exit", 18)]
+    lines += _row("  -V, --version", "show the version and exit", 18)
+    return "\n".join(
+        [*lines, "", "'narrowgauge VERB --help' explains a verb; 'narrowgauge doctor' checks this machine."]
+    )
+
+
+def sections_text() -> str:
+    """The sections with the names of their keys."""
+    lines = [
+        "",
+        "keys of the configuration, as --SECTION.KEY, or --KEY if it is unique (--lr X):",
+    ]
+    for section, keys in _sections().items():
+        lines += _row(f"  --{section}.*", _listed(key.partition(".")[2] for key in keys), 18)
+    return "\n".join(lines) + "\n"
+
+
+def _listed(names: Iterable[str]) -> str:
+    """Names separated by commas, with common prefixes factored out: `fprop.{x,w}`."""
+    endings: dict[str, list[str]] = {}
+    for name in names:
+        place, _, operand = name.rpartition(".")
+        endings.setdefault(place or name, []).extend([operand] if place else [])
+    return ", ".join(f"{name}.{{{','.join(last)}}}" if last else name for name, last in endings.items())
+
+
+def keys_text(topic: str) -> str:
+    """Each key of a section, or of all sections: its values, meaning and default.
+
+    Raises:
+        UserError: The section does not exist.
+    """
+    sections = _sections()
+    if topic not in ("all", *sections):
+        raise unknown("section", topic, (*sections, "all"))
+    lines: list[str] = []
+    for section in sections if topic == "all" else (topic,):
+        lines += ["", f"[{section}]"] if lines else [f"[{section}]"]
+        for name, key in sections[section].items():
+            lines += _row(f"  --{name} {key.takes}", str(key), COLUMN + 6)
+    return "\n".join(lines) + "\n"
+
+
+def _sections() -> "dict[str, dict[str, training.Key]]":
+    sections: dict[str, dict[str, training.Key]] = {}
+    for name, key in training.config_keys().items():
+        sections.setdefault(name.partition(".")[0], {})[name] = key
+    return sections
+
+
+def _row(left: str, right: str, column: int) -> list[str]:
+    """Two columns; the second moves to the next line if the first is too long."""
+    width, indent = shutil.get_terminal_size().columns - 2, " " * column
+    text = textwrap.wrap(right, max(width, column + 20), initial_indent=indent, subsequent_indent=indent)
+    if len(left) > column - 2:
+        return [left, *text]
+    return [left.ljust(column) + text[0].lstrip(), *text[1:]]
+
+
+_NEGATIVE = re.compile(r"-(\d|\.\d|inf|nan)[\w.+-]*\Z")  # also -1e-3, which argparse takes for an option
+_LONG_WITH_ONE_DASH = re.compile(r"-[a-z][\w-]+")
+
+
+class Parser(argparse.ArgumentParser):
+    """The parser of a verb.
+
+    Attributes:
+        names: The keys that options may mean by another name (`synonyms`); empty for a verb without keys.
+    """
+
+    def __init__(self, verb: str) -> None:
+        """Make the parser of a verb."""
+        super().__init__(
+            f"narrowgauge {verb}", description=title_of(verb), allow_abbrev=False, add_help=False
+        )
+        self.verb, function = verb, function_of(verb)
+        self.examples = signature.examples_of(function)
+        self.names: Mapping[str, training.Key] = {}
+        self._negative_number_matcher = _NEGATIVE
+        self.help_option = self.add_argument("-h", "--help", action="store_true", help="show this and exit")
+        self.set_defaults(verb=verb)
+        for option in signature.options_of(function):
+            option.add_to(self)
+        if signature.takes_keys(function):
+            self._take_keys()
+
+    def _take_keys(self) -> None:
+        """Add CONFIG.toml, --out, the short options, and one option for each key of the configuration.
+
+        Options are found by the other names of the keys, which `--help all` lists.
+        """
+        keys = training.config_keys()
+        self.names = keys | {"out": training.Key("", "", "DIR", "output-dir")}
+        self.usage = "%(prog)s [CONFIG.toml] [OPTION VALUE ...]"
+        self.formatter_class = partial(argparse.HelpFormatter, max_help_position=COLUMN)
+        self.help_option.nargs, self.help_option.metavar = "?", "all|SECTION"
+        self.help_option.help = "show this and exit; all: every key; SECTION: its keys"
+        text = "a file, or a name that ships, such as gpt2-124m"
+        self.add_argument("config", metavar="CONFIG.toml", type=reader(Path), nargs="?", help=text)
+        if not self.has("--out"):
+            self.add_argument("--out", type=reader(Path), metavar="DIR", help="the run directory")
+        for short, name in SHORT.items():
+            text = str(keys[name]).replace("%", "%%")
+            self.add_argument(f"--{short}", dest=name, metavar=keys[name].takes, help=text)
+        for name, key in keys.items():
+            how: dict[str, Any] = {"help": argparse.SUPPRESS, "default": argparse.SUPPRESS}
+            how |= {"action": Join} if key.takes.endswith(",...") else {}
+            how |= {"nargs": "?", "const": "true"} if key.takes.startswith("true|false") else {}
+            self.add_argument(f"--{name}", dest=name, metavar=key.takes, **how)
+
+    def read(self, words: Sequence[str]) -> argparse.Namespace:
+        """The options in the words after the verb; ends with the help if that is asked for.
+
+        Raises:
+            UserError: The verb does not take a word.
+        """
+        own = list(takewhile(lambda word: word != "--", words))
+        if asked := {"-h", "--help"} & {*own}:
+            topic = words[words.index(asked.pop()) + 1 :][:1]
+            has_topic = self.names and topic and not topic[0].startswith("-")
+            print(keys_text(topic[0]) if has_topic else self.format_help(), end="", flush=True)
+            sys.exit()
+        if not self.has_rest:
+            words = [*map(self._named, own), *words[len(own) :]]
+        options, rest = self.parse_known_args(words)
+        if rest:
+            raise self.unknown_argument(rest[0])
+        return options
+
+    @property
+    def has_rest(self) -> bool:
+        """Whether the verb takes the words of another line."""
+        return any(action.nargs == argparse.REMAINDER for action in self._actions)
+
+    def _named(self, word: str) -> str:
+        """The word, with another name of an option replaced by its canonical name."""
+        if _LONG_WITH_ONE_DASH.fullmatch(word):  # argparse would parse -help as -h with elp
+            raise self.unknown_argument(word)
+        name, equals, value = word.partition("=")
+        options = self._option_string_actions
+        if not name.startswith("--") or " " in name or name == "--" or name in options:
+            return word
+        own = plain(name[2:])
+        aliased = (key for key, known in _known_keys().items() if known.alias == own)
+        ways = [f"--{own}", *(f"--{plain(key.rpartition('.')[2])}" for key in aliased)]
+        named = next((way for way in ways if way in options), None)
+        if named is None and self.names:
+            named = f"--{key_of(name[2:], self.names) or name[2:]}"
+        if named not in options:
+            raise self.unknown_argument(word)
+        return f"{named}{equals}{value}"
+
+    def has(self, option: str) -> bool:
+        """Whether the verb has an option of this name."""
+        return option in self._option_string_actions
+
+    def has_key(self, option: str) -> bool:
+        """Whether the verb has a key that this name may mean."""
+        return plain(option[2:]) in other_names(self.names)
+
+    def format_help(self) -> str:
+        """The help on one screen."""
+        text = super().format_help() + (sections_text() if self.names else "")
+        examples = "".join(f"  {line}\n" for line in self.examples)
+        return f"{text}\nexamples:\n{examples}" if examples else text
+
+    def error(self, message: str) -> NoReturn:
+        """Raise the usage error as a `UserError`."""
+        raise UserError(f"{message}; see '{self.prog} --help'")
+
+    def unknown_argument(self, argument: str) -> UserError:
+        """The error for an argument that no option takes: the verbs that have it, or the nearest option."""
+        if argument.endswith(("}", ",")) or argument.startswith("{"):
+            return UserError(
+                f"{argument!r} is part of a table that the shell has split at its spaces; put the table in "
+                "single quotes, as in --recipe.fprop.x '{cast = \"fp4-row\", outliers = 0.99}'"
+            )
+        if not argument.startswith("-"):
+            takes = [str(action.metavar) for action in self._actions if not action.option_strings]
+            return UserError(
+                f"unknown argument {argument!r}; {self.prog} takes {' and '.join(takes) or 'none'}, and "
+                f"options begin with --; see '{self.prog} --help'"
+            )
+        name = argument.split("=")[0]
+        if "." in name and self.names:
+            return unknown_key(name.lstrip("-"), self.names, "--")
+        if verbs := verbs_with(name):
+            *first, last = verbs
+            have = f"{', '.join(first)} and {last} have" if first else f"{last} has"
+            return UserError(f"unknown option {name!r}; {have} it, {self.verb} does not")
+        others = (f"--{other}" for other in other_names(self.names) if len(other) > 3)  # not --dy
+        known = [*self._option_string_actions, *others]
+        error = unknown("option", name, known)
+        return error if nearest(name, known) else UserError(f"{error}; see '{self.prog} --help'")
+
+
+def _known_keys() -> "Mapping[str, training.Key]":
+    """The keys of the configuration; none where pydantic is missing, which the doctor answers."""
+    try:
+        return training.config_keys()
+    except ImportError:
+        return {}
+
 
 OF_THE_COMMAND = ("-h", "--help", "-V", "--version")  # options without a verb
 
@@ -44,16 +322,7 @@ def check_verb(words: list[str]) -> None:
     )
 
 
-@cache
-def parser_of(verb: str) -> Parser:
-    """The parser of a verb, with its options."""
-    function = function_of(verb)
-    p = Parser(verb, signature.title_of(function), signature.examples_of(function), verbs_with)
-    for option in signature.options_of(function):
-        option.add_to(p)
-    if signature.takes_keys(function):
-        p.take_keys()
-    return p
+parser_of = cache(Parser)  # one for each verb
 
 
 def verbs_with(option: str) -> list[str]:

@@ -1,30 +1,89 @@
-"""The command: runs a command line, importing as little as possible.
+"""The command: runs a command line, importing as little as possible, and ends with an exit code.
 
 Help, usage errors and the tables of what exists do not need torch: a verb imports it after its command line
 has been parsed. If torch is missing or cannot be imported, the message gives the reason and the fix.
+
+Exit codes: 0 done, 2 wrong usage or input, 75 preempted after a save, 1 any other failure. A user's mistake
+is one sentence on standard error, without a traceback.
 """
 
 import inspect
 import io
 import json
+import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 
 import narrowgauge
+from narrowgauge.system.errors import Failed, ProcessFailed, UserError
 from narrowgauge.system.operating_system import require_posix
 from narrowgauge.system.result import Result
+from narrowgauge.system.signals import Preempted, StoppedEarly
 from narrowgauge.trainer.cli import signature
-from narrowgauge.trainer.cli.ending import to_the_end
-from narrowgauge.trainer.cli.help import command_text
 from narrowgauge.trainer.cli.installed import NotInstalled, missing, require_torch, too_old
-from narrowgauge.trainer.cli.line import check_verb, read_line, require_sources
-from narrowgauge.trainer.cli.table import ANYWHERE, GROUPS, VERBS, WITHOUT_TORCH, function_of
+from narrowgauge.trainer.cli.line import (
+    ANYWHERE,
+    VERBS,
+    WITHOUT_TORCH,
+    check_verb,
+    command_text,
+    function_of,
+    read_line,
+    require_sources,
+    title_of,
+)
 from narrowgauge.trainer.cluster.doctor.facts import LIMITS
 from narrowgauge.trainer.cluster.doctor.software import folder_of
+from narrowgauge.trainer.distributed import reports_for_all
 from narrowgauge.trainer.laboratory.arguments import Line
+
+EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_PREEMPTED = 0, 1, 2, 75
+
+
+def to_the_end(action: Callable[[], int | None]) -> int:
+    """Do the work of a command line; returns the exit code."""
+    try:
+        code = action() or EXIT_DONE
+        print(end="", flush=True)  # there may be no standard output
+    except (Preempted, StoppedEarly) as stop:
+        return end_for_all(stop, f"stopped by {stop}", EXIT_PREEMPTED)
+    except ProcessFailed as error:
+        return error.code if error.code > 0 else end_for_all(error, str(error), EXIT_FAILED)
+    except Failed as failure:
+        return end(with_notes(failure), failure.code) if failure.is_printed else failure.code
+    except UserError as error:
+        return end_for_all(error, str(error), error.exit_code)
+    except KeyboardInterrupt:
+        return end("interrupted", EXIT_FAILED)
+    except BrokenPipeError:  # the reader of our output went away, as in `narrowgauge recipes | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to be flushed
+        return EXIT_FAILED
+    except OSError as error:  # a full disk, a file system that went away
+        return end(with_notes(error), EXIT_FAILED)
+    return code
+
+
+def end(sentence: str, code: int) -> int:
+    """Print a sentence on standard error; returns the exit code."""
+    print(f"narrowgauge: {sentence}", file=sys.stderr)
+    return code
+
+
+def end_for_all(error: BaseException, sentence: str, code: int) -> int:
+    """End every process with the same code; one of them prints, or the rank that a note names."""
+    return end(sentence, code) if _notes(error) or reports_for_all(os.environ) else code
+
+
+def with_notes(error: BaseException) -> str:
+    """An error's sentence with its notes: the rank, the loader's thread."""
+    return "; ".join([str(error), *_notes(error)])
+
+
+def _notes(error: BaseException) -> list[str]:
+    return getattr(error, "__notes__", [])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -49,7 +108,7 @@ def _run(words: list[str]) -> int | None:
         if words and words[0] in ("-V", "--version"):
             print(f"narrowgauge {narrowgauge.__version__}")
         else:
-            print(command_text({g: {v: _title(v) for v in verbs} for g, verbs in GROUPS.items()}))
+            print(command_text())
         return None
     verb = words[0]
     if verb not in ANYWHERE:
@@ -57,15 +116,11 @@ def _run(words: list[str]) -> int | None:
     needed = ["rich"] if verb == "doctor" else [name for name in LIMITS["packages"] if name != "torch"]
     if absent := [name for name in needed if folder_of(name) is None]:
         if {"-h", "--help"} & set(words):
-            print(f"usage: narrowgauge {verb} ...\n\n{_title(verb)}")
+            print(f"usage: narrowgauge {verb} ...\n\n{title_of(verb)}")
         raise missing(absent)
     options = read_line(words)
     require_sources(options)
     return run_verb(options)
-
-
-def _title(verb: str) -> str:
-    return signature.title_of(function_of(verb))
 
 
 def run_verb(options: Line) -> int | None:

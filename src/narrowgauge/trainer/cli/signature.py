@@ -157,11 +157,6 @@ def described_parameters(function: Function) -> dict[str, str]:
     return {name: text[0].lower() + text[1:] for name, text in texts.items()}
 
 
-def title_of(function: Function) -> str:
-    """What a verb does, in a sentence: the first line of its docstring."""
-    return (inspect.getdoc(function) or "").partition("\n")[0]
-
-
 def examples_of(function: Function) -> list[str]:
     """The command lines in its docstring; a test parses each of them as the command does."""
     return re.findall(r"^ *((?:torchrun .*|)narrowgauge .*)", inspect.getdoc(function) or "", re.MULTILINE)

@@ -52,7 +52,7 @@ class Design(Section):
         rows: The file of the results; None for `runs.csv` in the directory of the runs. The runs of an arm
             and seed whose rows are all there are not trained again, so an experiment continues on another
             machine.
-        probe: Whether the arms are probed at the end (`experiment.probe`).
+        probe: Whether the arms are probed at the end (`experiment.run`).
     """
 
     rungs: tuple[_Count, ...] = ()

@@ -19,7 +19,7 @@ from narrowgauge.system.errors import UserError
 from narrowgauge.system.units import parse_count
 from narrowgauge.trainer.models import count_block_weights, model_config
 from narrowgauge.trainer.report import read_runs
-from narrowgauge.trainer.report.read.listing import folders, is_run
+from narrowgauge.trainer.report.read.run import folders, is_run
 from narrowgauge.trainer.report.verdict.expected import own_points
 
 

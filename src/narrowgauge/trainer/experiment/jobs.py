@@ -21,7 +21,7 @@ from narrowgauge.trainer.checkpoint import steps
 from narrowgauge.trainer.experiment.design import Experiment
 from narrowgauge.trainer.experiment.grid import ArmRun
 from narrowgauge.trainer.report.read.run import read_state
-from narrowgauge.trainer.report.verdict.rows import DIVERGED, DONE, Row, read_rows
+from narrowgauge.trainer.report.verdict.verdict import DIVERGED, DONE, Row, read_rows
 from narrowgauge.trainer.runs.run_directory import EVALUATION, RunDirectory
 from narrowgauge.trainer.training import to_toml
 

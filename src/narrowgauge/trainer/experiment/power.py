@@ -22,16 +22,19 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from narrowgauge.trainer.report.verdict.critical import FloatArray, critical_value, normal_cdf, spread_nodes
 from narrowgauge.trainer.report.verdict.rule import (
     MARGIN,
     Arm,
+    FloatArray,
     Gaps,
     Spread,
+    critical_value,
     equality_factor,
     judge,
     known_deviation,
+    normal_cdf,
     quiet_warmup,
+    spread_nodes,
 )
 
 _MOST = 200

@@ -1,25 +1,36 @@
-"""Trains the runs of an experiment, or continues them, and reports the results.
+"""Trains the runs of an experiment, or continues them, and reports the results; or estimates what they take.
 
 A run that is done or has diverged is a result and is not trained again; any other is started or continued, so
-the same command line continues an experiment after any stop.
+the same command line continues an experiment after any stop. Before it starts, `print_plan` gives its runs,
+tokens and hours, by speeds that are measured on a few steps.
+
+Once all runs are done, the recipe of each arm is probed: its effect on the reference's model, without
+training. It is measured on the reference's run of the first seed at the highest rung, and kept in
+OUT/probe.json. So a reader sees which figure of a minute predicts the gap of hours.
 """
 
+import json
 import math
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import torch
 from rich.console import Console
 
 from narrowgauge.system.errors import UserError
 from narrowgauge.system.files import make_directory, write_whole
+from narrowgauge.system.units import human_count, human_duration
+from narrowgauge.trainer.analysis import open_probed, probe, probe_json
+from narrowgauge.trainer.bench.worker import own_step, random_batches
+from narrowgauge.trainer.data import open_data
 from narrowgauge.trainer.experiment.design import Experiment
-from narrowgauge.trainer.experiment.dry_run import arm_speeds, plan_lines
-from narrowgauge.trainer.experiment.engine import Engine, environment_of
+from narrowgauge.trainer.experiment.engine import Engine, ProgressLine, environment_of
 from narrowgauge.trainer.experiment.findings import judged, page_of, sight
 from narrowgauge.trainer.experiment.gate import Gate, gate_results
 from narrowgauge.trainer.experiment.grid import ArmRun
@@ -33,20 +44,144 @@ from narrowgauge.trainer.experiment.jobs import (
     require_same,
     state_of,
 )
-from narrowgauge.trainer.experiment.probe import probe_arms
-from narrowgauge.trainer.experiment.progress import ProgressLine
-from narrowgauge.trainer.models import count_block_weights
+from narrowgauge.trainer.models import count_block_weights, flops_per_token
 from narrowgauge.trainer.report import print_comparison
 from narrowgauge.trainer.report.page.page import write_page
 from narrowgauge.trainer.report.page.sections import expected_section
 from narrowgauge.trainer.report.page.subject import Subject, compared, read_begun, runs_of
-from narrowgauge.trainer.report.read.run import ENDED, read_state
-from narrowgauge.trainer.report.read.stored import COMPARISON, PlannedComparison, PlannedRun
+from narrowgauge.trainer.report.read.run import ENDED, look_at, read_state
+from narrowgauge.trainer.report.read.stored import (
+    COMPARISON,
+    PlannedComparison,
+    PlannedRun,
+    Probe,
+    read_stored,
+)
 from narrowgauge.trainer.report.verdict.expected import expectations
-from narrowgauge.trainer.report.verdict.rows import rows_text
+from narrowgauge.trainer.report.verdict.verdict import rows_text
 from narrowgauge.trainer.runs import choose_device
-from narrowgauge.trainer.runs.monitor.arithmetic import threads_of
-from narrowgauge.trainer.runs.run_directory import RunDirectory
+from narrowgauge.trainer.runs.loop.check_data import check_data
+from narrowgauge.trainer.runs.monitor.arithmetic import NO_CHOICE, Arithmetic, AttentionShape, threads_of
+from narrowgauge.trainer.runs.monitor.yardstick import seconds
+from narrowgauge.trainer.runs.run_directory import PROBE, RunDirectory
+from narrowgauge.trainer.training import Config
+
+_STEPS = 2  # timed steps, after a first
+_LONG_S = 10.0  # a first step that takes this long is timed itself, and not repeated
+_FLOP = 2e12  # of a timed step on a CPU, about: ten seconds of two cores. A step of GPT-3 345M has 1.1e15
+
+
+def measured_speed(config: Config, threads: int, products: str = "", attention: str = "") -> float:
+    """Tokens/s of a few steps on random tokens in this process, under the machine's current load.
+
+    On a CPU, which computes one sequence after the other, long steps are cut to `_FLOP`. Then the
+    optimizer's part of a step counts too often, by a few percent.
+
+    Raises:
+        UserError: The model and the data do not fit, or the data cannot be used.
+    """
+    check_data(config, open_data(config.data.source, config.data.tokenizer, config.data.weights))
+    device = choose_device(config.training.device)
+    config = shortened(config) if device.type == "cpu" else config
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    measured = Arithmetic.of((), AttentionShape.of(config))
+    Arithmetic(products or measured.products, attention or measured.attention).choose()
+    try:
+        step = own_step(config, device, random_batches(config, device))
+        took = seconds(step, device)
+        if took < _LONG_S or config.training.compile:
+            took = sum(seconds(step, device) for _ in range(_STEPS)) / _STEPS
+    finally:
+        torch.set_num_threads(before)
+        NO_CHOICE.choose()
+    return config.training.batch_size * config.data.sequence_length / took
+
+
+def shortened(config: Config) -> Config:
+    """The configuration with at most `_FLOP` a step, or one sequence."""
+    training, length = config.training, config.data.sequence_length
+    sequences = max(1, int(_FLOP / (length * flops_per_token(config.spec.model, length))))
+    size = min(training.micro_batch_size, sequences)
+    count = min(training.batch_size // training.micro_batch_size, max(1, sequences // size))
+    return config.with_training(micro_batch_size=size, batch_size=size * count)
+
+
+def arm_speeds(experiment: Experiment, out: Path, say: Callable[[str], object]) -> dict[str, float]:
+    """Tokens/s of each arm: recorded if it has started, otherwise measured.
+
+    Args:
+        experiment: The plan.
+        out: The directory of its runs.
+        say: Called with a sentence before each measurement, since compiling a first step takes long.
+    """
+    speeds: dict[str, float] = {}
+    design = experiment.design
+    for run in experiment.trunks:
+        if (speed := look_at(out / run.name).tokens_per_s) is not None:
+            speeds.setdefault(run.arm, speed)
+    unknown = {run.arm: run.config for run in reversed(experiment.trunks) if run.arm not in speeds}
+    for number, arm in enumerate((arm for arm in experiment.arms if arm in unknown), start=1):
+        config = unknown[arm]
+        first = "; the first is compiled, which may take minutes" if config.training.compile else ""
+        say(f"timing {arm}, {number} of {len(unknown)}: at most {1 + _STEPS} steps{first}")
+        torch.compiler.reset()  # torch compiles at most eight variants of a function
+        speeds[arm] = measured_speed(config, _threads(experiment), design.products, design.attention)
+    return speeds
+
+
+def _threads(experiment: Experiment) -> int:
+    """The CPU threads of a run."""
+    pinned = experiment.trunks[0].config.training.threads
+    return experiment.design.threads or pinned or torch.get_num_threads()
+
+
+def plan_lines(experiment: Experiment, out: Path, speeds: Mapping[str, float]) -> Sequence[str]:
+    """The readable plan: a line for each arm, then the total."""
+    lines, seconds = [], 0.0
+    total = 0
+    for arm in experiment.arms:
+        runs = [run for run in experiment.compared if run.arm == arm]
+        waiting = [run for run in runs if state_of(out / run.name) == "open"]
+        left, count = sum(run.tokens_to_train for run in waiting), len(runs)
+        took = left / speeds[arm]
+        total, seconds = total + left, seconds + took
+        done = count - len(waiting)
+        lines.append(
+            f"{arm:24} {count:4} run{'s'[: count != 1]}, {done} done, {human_count(left):>7} tokens left, "
+            f"{speeds[arm]:8,.0f} tokens/s, {human_duration(took):>11}"
+        )
+    jobs = experiment.design.jobs
+    lines.append(
+        f"in all {human_count(total)} tokens left, {human_duration(seconds)} of {_threads(experiment)} "
+        f"thread(s), {human_duration(seconds / jobs)} with {jobs} at a time on {os.cpu_count()} cores"
+    )
+    return lines
+
+
+_BATCHES, _DRAWS = 4, 4
+
+
+def probe_arms(experiment: Experiment, out: Path) -> None:
+    """Probe the recipe of each arm whose runs are done and that is not yet in OUT/probe.json."""
+    trunk = experiment.trunks[0]
+    kept = read_stored(Probe, out / PROBE)
+    known = kept.model_dump()["recipes"] if kept else {}
+    recipes = {
+        run.arm: run.config.spec.recipe for run in experiment.trunks if state_of(out / run.name) == "done"
+    }
+    new = [replace(recipe, name=arm) for arm, recipe in recipes.items() if arm not in known]
+    if not new or state_of(out / trunk.name) != "done":
+        return
+    try:
+        subject = open_probed(out / trunk.name, trunk.config.training.device, batches=_BATCHES).subject
+    except UserError:  # its checkpoint was removed by hand: the gaps are reported without it
+        return
+    found = probe_json(probe(subject, new, _DRAWS), run=trunk.name, draws=_DRAWS)
+    by_arm = {**known, **found["recipes"]}
+    found["recipes"] = {arm: by_arm[arm] for arm in experiment.arms if arm in by_arm}
+    write_whole(out / PROBE, json.dumps(found, indent=1) + "\n")
+
 
 _PAGE_EVERY_S = 30.0  # while runs end
 

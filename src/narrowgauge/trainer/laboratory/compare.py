@@ -15,9 +15,15 @@ from narrowgauge.system.result import Result, Row
 from narrowgauge.trainer import distributed, report  # each name is imported when it is used
 from narrowgauge.trainer.experiment.grid import RECIPE, Variant, parse_variant
 from narrowgauge.trainer.laboratory import arguments as given
-from narrowgauge.trainer.laboratory.arguments import Form
+from narrowgauge.trainer.laboratory.arguments import (
+    Form,
+    Section,
+    own_functions,
+    recipe_name,
+    short_name,
+    values_of,
+)
 from narrowgauge.trainer.laboratory.chart import curves
-from narrowgauge.trainer.laboratory.settings import Section, own_functions, recipe_name, short_name, values_of
 
 if TYPE_CHECKING:
     from narrowgauge.trainer.experiment.design import Experiment

@@ -15,9 +15,8 @@ from narrowgauge.trainer import training  # each name is imported when it is use
 from narrowgauge.trainer.cluster.plan.budget import parse_price, tokens_of
 from narrowgauge.trainer.cluster.plan.cluster_spec import cluster_name, cluster_names, load_cluster
 from narrowgauge.trainer.laboratory import arguments as given
-from narrowgauge.trainer.laboratory.arguments import Form
+from narrowgauge.trainer.laboratory.arguments import Form, Section, config_of, values_of
 from narrowgauge.trainer.laboratory.chart import bars
-from narrowgauge.trainer.laboratory.settings import Section, config_of, values_of
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -14,9 +14,8 @@ from narrowgauge.system.result import Result, Row
 from narrowgauge.system.signals import Preempted, is_compared
 from narrowgauge.trainer import distributed, report, runs, training  # each name is imported when it is used
 from narrowgauge.trainer.laboratory import arguments as given
-from narrowgauge.trainer.laboratory.arguments import Form
+from narrowgauge.trainer.laboratory.arguments import Form, Section, config_of
 from narrowgauge.trainer.laboratory.chart import curves
-from narrowgauge.trainer.laboratory.settings import Section, config_of
 from narrowgauge.trainer.runs.choices import PROFILED
 
 

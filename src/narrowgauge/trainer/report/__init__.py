@@ -7,16 +7,16 @@ from narrowgauge.system.lazy import import_on_use
 if TYPE_CHECKING:
     from narrowgauge.trainer.report.page.page import render_report as render_report
     from narrowgauge.trainer.report.page.page import write_report as write_report
-    from narrowgauge.trainer.report.read.listing import as_json as as_json
-    from narrowgauge.trainer.report.read.listing import list_runs as list_runs
+    from narrowgauge.trainer.report.read.records import Step as Step
+    from narrowgauge.trainer.report.read.records import Validation as Validation
     from narrowgauge.trainer.report.read.run import Run as Run
+    from narrowgauge.trainer.report.read.run import as_json as as_json
+    from narrowgauge.trainer.report.read.run import list_runs as list_runs
     from narrowgauge.trainer.report.read.run import read_run as read_run
     from narrowgauge.trainer.report.read.run import read_runs as read_runs
-    from narrowgauge.trainer.report.read.steps import Step as Step
-    from narrowgauge.trainer.report.read.steps import Validation as Validation
-    from narrowgauge.trainer.report.table.notes import print_comparison as print_comparison
-    from narrowgauge.trainer.report.table.notes import table_notes as table_notes
+    from narrowgauge.trainer.report.table.sentence import print_comparison as print_comparison
     from narrowgauge.trainer.report.table.sentence import summary as summary
+    from narrowgauge.trainer.report.table.sentence import table_notes as table_notes
     from narrowgauge.trainer.report.table.table import table_rows as table_rows
     from narrowgauge.trainer.report.verdict.verdict import Verdict as Verdict
     from narrowgauge.trainer.report.verdict.verdict import verdicts as verdicts

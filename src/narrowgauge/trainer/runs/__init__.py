@@ -8,9 +8,9 @@ if TYPE_CHECKING:
     from narrowgauge.trainer.runs.choices import PROFILED as PROFILED
     from narrowgauge.trainer.runs.loop.default_out import default_out as default_out
     from narrowgauge.trainer.runs.loop.loop import OutOfMemory as OutOfMemory
-    from narrowgauge.trainer.runs.loop.parallel_dims import Layout as Layout
-    from narrowgauge.trainer.runs.loop.parallel_dims import lay_out as lay_out
-    from narrowgauge.trainer.runs.loop.parallel_dims import parallel_dims_of as parallel_dims_of
+    from narrowgauge.trainer.runs.loop.resolve import Layout as Layout
+    from narrowgauge.trainer.runs.loop.resolve import lay_out as lay_out
+    from narrowgauge.trainer.runs.loop.resolve import parallel_dims_of as parallel_dims_of
     from narrowgauge.trainer.runs.loop.run import run as run
     from narrowgauge.trainer.runs.loop.validation import bits_per_byte as bits_per_byte
     from narrowgauge.trainer.runs.loop.validation import validation_loss as validation_loss

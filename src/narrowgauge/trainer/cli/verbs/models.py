@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from narrowgauge.system.errors import unknown
-from narrowgauge.trainer import distributed, models, runs  # each name is imported when it is used
+from narrowgauge.trainer import models, runs  # each name is imported when it is used
 from narrowgauge.trainer.laboratory.arguments import RUN, Console, Count, File, Folder, Form, Run, Say, Source
 from narrowgauge.trainer.runs.choices import EXPORT_FORMATS, RECORDED, SERVERS, TASKS
 
@@ -66,7 +66,7 @@ def eval_(
 
     narrowgauge eval runs/mine --task val --batches 8
     """
-    from narrowgauge.trainer.runs.loop.two_losses import keep_losses, two_losses
+    from narrowgauge.trainer.runs.loop.validation import bits_per_byte, held_out_loss, keep_losses, two_losses
     from narrowgauge.trainer.runs.monitor.progress import Display
     from narrowgauge.trainer.runs.use.hellaswag import evaluate
     from narrowgauge.trainer.runs.use.lm_eval import harness_scores
@@ -89,8 +89,7 @@ def eval_(
         raise unknown("task", task, TASKS)
     with Display(console, 1, 1) as display:
         dataset = run_data(trained, data, display.stage)
-    own = trained.config.data
-    length = sequence_length or own.sequence_length
+    length = sequence_length or trained.config.data.sequence_length
     if forward:
         losses = two_losses(trained, forward, dataset.val, length, batches)
         asked = {"data": data, "sequence_length": length, "batches": batches}
@@ -98,11 +97,9 @@ def eval_(
         text = ", ".join(f"{name} {loss:.6f}" for name, loss in losses.items())
         say(f"{run}: step {trained.step}, validation loss by forward pass: {text}")
         return
-    size, sequences = trained.config.training.micro_batch_size, trained.held_out_sequences(batches)
-    engine, val, is_separate = distributed.Engine.alone(trained.model), dataset.val, own.separate_documents
-    windows = (size, length, None, is_separate, sequences)
-    loss = runs.validation_loss(engine, trained.go_to_sample, val, *windows).mean
-    bits = runs.bits_per_byte(loss, dataset.tokenizer, val, size, length, sequences, is_separate)
+    loss = held_out_loss(trained, dataset.val, length, batches)
+    held_out = trained.held_out(dataset.val, length, batches)
+    bits = bits_per_byte(loss, dataset.tokenizer, held_out)
     per_byte = f", {bits:.4f} bits per byte" if isfinite(bits) else ""  # token ids have no bytes
     say(f"{run}: step {trained.step}, validation loss {loss:.4f} nats per token{per_byte}")
 

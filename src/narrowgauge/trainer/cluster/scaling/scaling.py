@@ -44,7 +44,7 @@ from narrowgauge.trainer.distributed.launch.world import processes_started
 from narrowgauge.trainer.models import count_parameters
 from narrowgauge.trainer.runs import choose_device
 from narrowgauge.trainer.runs.loop.check_data import check_data
-from narrowgauge.trainer.runs.loop.parallel_dims import parallel_dims_of
+from narrowgauge.trainer.runs.loop.resolve import parallel_dims_of
 from narrowgauge.trainer.runs.monitor.hardware import device_name
 from narrowgauge.trainer.training import Config
 from narrowgauge.trainer.training.config.micro_batch import largest_size

@@ -59,7 +59,7 @@ def advise(
     Raises:
         UserError: A name or value is wrong.
     """
-    from narrowgauge.trainer.laboratory.advise.question import Question, machine_of
+    from narrowgauge.trainer.laboratory.advise.search import Question, defaults, machine_of
 
     require("recipes", recipes, Iterable)
     machine, name = machine_of(cluster)
@@ -85,8 +85,8 @@ def advise(
         refused = "a budget is missing, and no published training of this model gives one; add --tokens, "
         refused += "--hours or --money"
     text = None if data is None else str(data)
-    question = Question(model, machine, name, devices, budget, limit, hour, text)
-    defaults, notes = question.defaults(sequence_length, batch_size)
+    values, notes = defaults(model, text, sequence_length, batch_size)
     if refused:
         return Advice([], refused, notes=notes)
-    return question.advice(defaults, recipes, notes, show)
+    question = Question(values, notes, machine, name, devices, budget, limit, hour, text)
+    return question.advice(recipes, show)

@@ -11,10 +11,9 @@ from narrowgauge.system.units import human_count, human_duration
 from narrowgauge.trainer.laboratory.chart import bars
 
 if TYPE_CHECKING:
-    from narrowgauge.distributed import ParallelDims
     from narrowgauge.forecast import Forecast
     from narrowgauge.trainer.cluster.plan.budget import Price
-    from narrowgauge.trainer.laboratory.advise.space import Point
+    from narrowgauge.trainer.laboratory.advise.search import Point
 
 
 @dataclass(frozen=True)
@@ -24,11 +23,8 @@ class Answer:
     Attributes:
         line: The command that trains.
         plan_line: The command that plans it.
-        recipe: The name of the recipe.
-        dims: The parallel layout.
-        point: The settings, and the memory of a step.
-        tokens: Tokens that the line trains on.
-        days: Days of all its tokens, as expected.
+        point: The recipe, layout and settings, and the memory and the time of a step.
+        steps: The steps that the line trains.
         price: The price of a device-hour; None without one.
         forecast: The forecast of the loss gap.
         why: The reason of its place.
@@ -36,19 +32,21 @@ class Answer:
 
     line: str
     plan_line: str
-    recipe: str
-    dims: ParallelDims
     point: Point
-    tokens: float
-    days: float
+    steps: int
     price: Price | None
     forecast: Forecast
     why: str = ""
 
     @property
+    def recipe(self) -> str:
+        """The name of the recipe."""
+        return self.point.config.recipe.name
+
+    @property
     def layout(self) -> str:
         """The parallel layout in words; "" for one device."""
-        return self.dims.text
+        return self.point.dims.text
 
     @property
     def label(self) -> str:
@@ -66,6 +64,16 @@ class Answer:
         return None if self.price is None else self.device_hours * self.price.amount
 
     @property
+    def tokens(self) -> float:
+        """Tokens that the line trains on."""
+        return float(self.steps * self.point.config.tokens_per_step)
+
+    @property
+    def days(self) -> float:
+        """Days of all its tokens, as expected."""
+        return self.steps * self.point.seconds / 86_400
+
+    @property
     def hours(self) -> float:
         """Hours of all its tokens, as expected."""
         return 24 * self.days
@@ -73,7 +81,7 @@ class Answer:
     @property
     def device_hours(self) -> float:
         """Hours of all its tokens, times the devices."""
-        return self.hours * self.dims.size
+        return self.hours * self.point.dims.size
 
     @property
     def extra_tokens(self) -> float | None:

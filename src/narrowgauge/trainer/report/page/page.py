@@ -14,16 +14,14 @@ from markupsafe import Markup
 from narrowgauge.system.errors import UserError
 from narrowgauge.system.files import make_directory, write_whole
 from narrowgauge.trainer.report.page import sections
-from narrowgauge.trainer.report.page.curves import page_data
-from narrowgauge.trainer.report.page.events import events
+from narrowgauge.trainer.report.page.curves import events, page_data
 from narrowgauge.trainer.report.page.gauges import gauges, heat_data, no_gauges
 from narrowgauge.trainer.report.page.html import page_with_script, web_file
 from narrowgauge.trainer.report.page.measured import analysis, audit, memory, step_time
 from narrowgauge.trainer.report.page.reproduce import script
 from narrowgauge.trainer.report.page.standing import standing
-from narrowgauge.trainer.report.read.listing import with_silence
-from narrowgauge.trainer.report.read.run import ENDED, Run, read_runs
-from narrowgauge.trainer.report.table.notes import table_notes
+from narrowgauge.trainer.report.read.run import ENDED, Run, read_runs, with_silence
+from narrowgauge.trainer.report.table.sentence import table_notes
 from narrowgauge.trainer.report.verdict.verdict import Verdict, verdicts, with_runs
 
 # in the order of their dependencies

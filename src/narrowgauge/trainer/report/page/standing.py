@@ -14,7 +14,7 @@ from urllib.parse import quote
 from markupsafe import Markup
 
 from narrowgauge.system.units import human_bytes, human_count, human_duration
-from narrowgauge.trainer.report.page.events import event_name, reason_of
+from narrowgauge.trainer.report.page.curves import event_name, reason_of
 from narrowgauge.trainer.report.page.html import Table, part
 from narrowgauge.trainer.report.read.run import ENDED, Run
 

@@ -9,11 +9,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from narrowgauge.system.errors import UserError
-from narrowgauge.trainer.report.read.listing import folders, is_run, look_at
-from narrowgauge.trainer.report.read.run import Run, RunState, read_run, with_distinct_names
-from narrowgauge.trainer.report.read.steps import Validation
+from narrowgauge.trainer.report.read.records import Validation
+from narrowgauge.trainer.report.read.run import (
+    Run,
+    RunState,
+    folders,
+    is_run,
+    look_at,
+    read_run,
+    with_distinct_names,
+)
 from narrowgauge.trainer.report.read.stored import COMPARISON, PlannedComparison, read_stored
-from narrowgauge.trainer.report.verdict.rows import DIVERGED, Row, read_rows
+from narrowgauge.trainer.report.verdict.verdict import DIVERGED, Row, read_rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,11 +6,18 @@ for each seed i. The verdict is on the mean of these gaps: their deviation is po
 and intervals hold for all of them at once.
 
 A comparison by seeds has one rung, and its gaps are those of run directories (`verdicts`). An experiment at
-several lengths also has rows (`rows`), from which `row_verdicts` takes gaps at each rung, those of a bf16
+several lengths also has rows, from which `row_verdicts` takes gaps at each rung, those of a bf16
 forward pass, and the extra tokens: the percentage that the arm needs beyond the reference's to reach its
 loss. The reference's loss with the same seed is read off as a function of its tokens D: between two rungs
 ln L is linear in ln D, and outside them the line through the nearest two rungs is extended. If D' is where
 the reference has the arm's loss at D, the extra tokens are 100 (D / D' - 1).
+
+A file of rows has one for each run that has ended:
+
+    arm,seed,rung,tokens,own_loss,bf16_loss,status
+
+with the losses in nats per token, to six decimals, on the held-out tokens: with the arm's forward pass, and
+with a bf16 forward pass of the same weights. A run that diverged has no losses.
 
 One seed has a gap but no interval. The spread of the gap along one curve (a block bootstrap over its steps)
 cannot replace it: two trajectories that have separated stay apart. With 8 seeds of a tiny model it measured
@@ -18,20 +25,79 @@ cannot replace it: two trajectories that have separated stay apart. With 8 seeds
 (mxfp4).
 """
 
+import csv
 import math
 import statistics
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from io import StringIO
 from itertools import pairwise
+from pathlib import Path
 
 from narrowgauge.system.errors import UserError
 from narrowgauge.system.t_interval import Interval, interval
 from narrowgauge.trainer.models import count_block_weights, model_config
+from narrowgauge.trainer.report.read.records import warmup_spikes
 from narrowgauge.trainer.report.read.run import ENDED, Run
-from narrowgauge.trainer.report.read.steps import warmup_spikes
 from narrowgauge.trainer.report.verdict.groups import Gap, Group, gap_to, groups, mean_of
-from narrowgauge.trainer.report.verdict.rows import DIVERGED, Row
 from narrowgauge.trainer.report.verdict.rule import UNDECIDED, Judgement, is_control, judge, known_deviation
+
+COLUMNS = ("arm", "seed", "rung", "tokens", "own_loss", "bf16_loss", "status")
+DONE, DIVERGED = "done", "diverged"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The result of one run; NaN losses if it diverged."""
+
+    arm: str
+    seed: int
+    rung: int
+    tokens: int
+    own_loss: float
+    bf16_loss: float
+    status: str
+
+    def loss(self, which: str) -> float:
+        """The loss called "own" or "bf16"."""
+        return self.own_loss if which == "own" else self.bf16_loss
+
+
+def rows_text(rows: Sequence[Row]) -> str:
+    """The rows as the text of a CSV."""
+    text = StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    for row in rows:
+        losses = ["" if math.isnan(x) else f"{x:.6f}" for x in (row.own_loss, row.bf16_loss)]
+        writer.writerow([row.arm, row.seed, row.rung, row.tokens, *losses, row.status])
+    return text.getvalue()
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a CSV.
+
+    Raises:
+        UserError: the file cannot be read, or is another table.
+    """
+    try:
+        lines = list(csv.reader(path.read_text(encoding="utf-8").splitlines()))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read: {error}; name a runs.csv that `compare` wrote") from None
+    if not lines or tuple(lines[0]) != COLUMNS:
+        raise UserError(
+            f"{path} does not begin with {','.join(COLUMNS)}; name a runs.csv that `compare` wrote"
+        )
+    rows = []
+    for number, line in enumerate(lines[1:], start=2):
+        try:
+            arm, seed, rung, tokens, own, bf16, status = line
+            own_loss, bf16_loss = (float(x) if x else math.nan for x in (own, bf16))
+            rows.append(Row(arm, int(seed), int(rung), int(tokens), own_loss, bf16_loss, status))
+        except ValueError:
+            raise UserError(f"{path}, line {number}: {','.join(line)!r} is not a row; correct it") from None
+    return rows
+
 
 NAN = math.nan
 

@@ -31,7 +31,7 @@ from narrowgauge.trainer.runs.loop.run_context import RunContext
 from narrowgauge.trainer.runs.loop.validation import validation_loss
 from narrowgauge.trainer.runs.monitor import hardware
 from narrowgauge.trainer.runs.monitor.provenance import now, provenance
-from narrowgauge.trainer.runs.use.trained_model import open_run
+from narrowgauge.trainer.runs.use.trained_model import held_out_batches, open_run
 from narrowgauge.trainer.simulate import MemoryTracker
 from narrowgauge.trainer.training.config.config import Config
 from narrowgauge.trainer.training.step.build_model import model_of
@@ -223,17 +223,8 @@ def _profiled(context: RunContext, trainer: Trainer, take: Callable[[], StepResu
 
 def _validate(context: RunContext, trainer: Trainer) -> dict[str, Any]:
     context.coordinator.progress(f"the validation after step {trainer.step}", START)
-    run, config = context.run, context.run.config
-    return validation_loss(
-        trainer.engine,
-        trainer.go_to_sample,
-        context.dataset.val,
-        config.training.micro_batch_size,
-        config.data.sequence_length,
-        None,
-        config.data.separate_documents,
-        run.held_out,
-    ).record()
+    batches = held_out_batches(context.run.config, context.dataset.val, sequences=context.run.held_out)
+    return validation_loss(trainer.engine, trainer.go_to_sample, batches).record()
 
 
 def finish(context: RunContext, trainer: Trainer) -> None:

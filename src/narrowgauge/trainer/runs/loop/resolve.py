@@ -1,7 +1,7 @@
 """Resolves a configuration into a `Run`: makes every decision before the expensive work starts.
 
-The device, the processes, the micro-batch, native or emulated, whether it fits in memory: each is decided
-once, here, and only read afterwards.
+The device, the processes and their layout, the micro-batch, native or emulated, whether it fits in memory:
+each is decided once, here, and only read afterwards.
 """
 
 import os
@@ -12,54 +12,168 @@ from typing import Any
 
 import torch
 
-from narrowgauge.distributed import ParallelDims
+from narrowgauge.distributed import ParallelDims, resolve_dims
 from narrowgauge.nn.self_test import verified_backend
-from narrowgauge.recipes import Backend
+from narrowgauge.recipes import Backend, require_attention_shapes
 from narrowgauge.system.errors import UserError
 from narrowgauge.system.units import parse_bytes
-from narrowgauge.trainer.distributed import World, world_from
+from narrowgauge.trainer.distributed import (
+    World,
+    check_blocks,
+    check_expert_parallel,
+    check_tensor_parallel,
+    world_from,
+)
 from narrowgauge.trainer.runs.loop.check_data import check_vocabulary
 from narrowgauge.trainer.runs.loop.default_out import default_out
-from narrowgauge.trainer.runs.loop.parallel_dims import lay_out
 from narrowgauge.trainer.runs.monitor import hardware
 from narrowgauge.trainer.runs.monitor.loggers import require_sinks
 from narrowgauge.trainer.runs.monitor.memory_check import require_memory
+from narrowgauge.trainer.runs.run_directory import RunDirectory
 from narrowgauge.trainer.simulate.memory import Memory
 from narrowgauge.trainer.training.config.config import Config, make_config
+from narrowgauge.trainer.training.config.micro_batch import held_out_sequences, largest_size, what_fits
+from narrowgauge.trainer.training.config.schema import TrainingSection
 from narrowgauge.trainer.training.outline import placement
 from narrowgauge.trainer.training.step.graph_choice import require_gpu_for_graph
 
 
 @dataclass(frozen=True)
-class Run:
-    """A run before its first step; the same on all ranks except for rank and device.
+class Layout:
+    """The layout of a run over its processes.
 
     Attributes:
-        config: The configuration, with the micro-batch in use. The run directory stores it.
-        path: The run directory.
-        world: The processes.
-        device: The device of this process.
-        parallel_dims: The number of processes along each axis.
-        backend: Whether low-precision GEMMs run natively, and why.
-        memory: The expected memory of a step, in bytes.
-        memory_limit: Bytes that a step may use; 0 for all of the device's memory.
-        choice: A sentence about the micro-batch; "" if it is the default or was set.
-        placement: A sentence for each layer or block that the recipe treats differently.
-        held_out: The number of sequences of a validation.
-        prompt: The prompt of the sample at the end; "" for held-out tokens.
+        config: the configuration, with the chosen micro-batch if the user set none.
+        parallel_dims: the dimensions of `[parallel]`.
+        held_out: the number of sequences of a validation.
+        choice: a sentence about the chosen micro-batch; "" if it is the default or was set.
     """
 
     config: Config
+    parallel_dims: ParallelDims
+    held_out: int
+    choice: str
+
+
+def lay_out(config: Config, processes: int, run: Path | None = None) -> Layout:
+    """Lay a configuration out over a number of processes.
+
+    Args:
+        config: a configuration; with `training.fit_micro_batch`, a fitting micro-batch is chosen.
+        processes: the number of all processes.
+        run: the run directory. If a run has begun there, its micro-batch is kept if it fits.
+
+    Raises:
+        UserError: `[parallel]` requires another number of processes, the model, batch or settings do not
+            allow it, or the configuration in the run directory is damaged.
+    """
+    t, recorded = config.training, 0
+    if t.fit_micro_batch:
+        recorded = RunDirectory(run).micro_batch_size() if run is not None else 0
+        size = largest_size(t.batch_size, _resolve(config, processes), recorded or t.micro_batch_size)
+        config = config.with_micro_batch_size(size)
+    held_out = held_out_sequences(config.training, config.validation.batches)
+    dims = parallel_dims_of(config, processes)
+    return Layout(config, dims, held_out, _choice(config.training, dims, recorded))
+
+
+def _choice(training: TrainingSection, dims: ParallelDims, recorded: int) -> str:
+    size, default = training.micro_batch_size, TrainingSection.model_fields["micro_batch_size"].default
+    if not training.fit_micro_batch or size == default == (recorded or default):
+        return ""
+    chosen = f"micro-batches of {size} (training.micro_batch_size)"
+    if size == recorded:
+        return f"{chosen}, as before in this run"
+    before = f"; they were of {recorded}" if recorded else ""
+    share = f"{training.batch_size // dims.data} of the {training.batch_size} sequences of a step"
+    return f"{chosen}, which was chosen: each process has {share}{before}"
+
+
+def parallel_dims_of(config: Config, processes: int) -> ParallelDims:
+    """The dimensions of `[parallel]` for a number of processes.
+
+    Raises:
+        UserError: their product differs from it, or the model, batch or settings do not allow them.
+    """
+    parallel_dims = _resolve(config, processes)
+    model, t = config.spec.model, config.training
+    length = config.data.sequence_length
+    check_tensor_parallel(model, length, parallel_dims)
+    check_expert_parallel(model, parallel_dims)
+    recipe = config.spec.recipe
+    check_blocks(model, recipe, length, t.micro_batch_size, parallel_dims)
+    require_attention_shapes(recipe, model.head_dim, length, model.dim, model.attention_dropout)
+    _check_batch(config, parallel_dims)
+    if model.experts and t.balance_loss and parallel_dims.stages > 1:
+        raise UserError(
+            f"training.balance_loss = {t.balance_loss} with {parallel_dims.stages} pipeline stages: the loss "
+            "is computed in the last stage, and the balance of experts in all; set --training.balance_loss 0"
+        )
+    if parallel_dims.size > 1 and t.compile:
+        raise UserError(
+            "training.compile = true with several processes: compiled code cannot communicate; "
+            "set --training.compile false"
+        )
+    return parallel_dims
+
+
+def _resolve(config: Config, processes: int) -> ParallelDims:
+    return resolve_dims(ParallelDims(**config.parallel.model_dump()), processes)
+
+
+def _check_batch(config: Config, dims: ParallelDims) -> None:
+    """Check that each process has whole micro-batches, and as many as the pipeline's schedule needs."""
+    t = config.training
+    where = f"over parallel.replicate x parallel.shard = {dims.data} processes"
+    if dims.chunks > 1 and dims.pipeline == 1:
+        raise UserError(
+            f"parallel.chunks = {dims.chunks} with parallel.pipeline = 1: chunks are the stages of "
+            "each process of a pipeline; set chunks to 1, or pipeline to 2 or more"
+        )
+    if t.batch_size % dims.data:
+        raise UserError(
+            f"training.batch_size = {t.batch_size} cannot be divided {where}; {what_fits(t, dims)}"
+        )
+    if t.batch_size % (dims.data * t.micro_batch_size):
+        raise UserError(
+            f"training.batch_size = {t.batch_size} in micro-batches of {t.micro_batch_size} cannot be cut "
+            f"{where}; {what_fits(t, dims)}"
+        )
+    micro_batches = t.batch_size // (dims.data * t.micro_batch_size)
+    if micro_batches < dims.pipeline:
+        raise UserError(
+            f"parallel.pipeline = {dims.pipeline} needs as many micro-batches a step, and there are "
+            f"{micro_batches}; {what_fits(t, dims)}"
+        )
+    if dims.chunks > 1 and micro_batches % dims.pipeline:
+        raise UserError(
+            f"parallel.chunks = {dims.chunks}: {micro_batches} micro-batches a step are not a multiple "
+            f"of parallel.pipeline = {dims.pipeline}; {what_fits(t, dims)}, or set --parallel.chunks 1"
+        )
+
+
+@dataclass(frozen=True)
+class Run(Layout):
+    """A run before its first step; the same on all ranks except for rank and device.
+
+    Attributes:
+        path: The run directory, which stores the configuration.
+        world: The processes.
+        device: The device of this process.
+        backend: Whether low-precision GEMMs run natively, and why.
+        memory: The expected memory of a step, in bytes.
+        memory_limit: Bytes that a step may use; 0 for all of the device's memory.
+        placement: A sentence for each layer or block that the recipe treats differently.
+        prompt: The prompt of the sample at the end; "" for held-out tokens.
+    """
+
     path: Path
     world: World
     device: torch.device
-    parallel_dims: ParallelDims
     backend: Backend
     memory: Memory | None
     memory_limit: int
-    choice: str
     placement: list[str]
-    held_out: int
     prompt: str
 
 
@@ -102,16 +216,13 @@ def resolve(
     tokens = config.training.micro_batch_size * config.data.sequence_length
     is_source_text = config.data.source == "stdlib"
     return Run(
-        config=config,
+        **vars(layout),
         path=path,
         world=world,
         device=device,
-        parallel_dims=layout.parallel_dims,
         backend=backend,
         memory=memory,
         memory_limit=memory_limit,
-        choice=layout.choice,
         placement=placement(spec.model, spec.recipe, tokens),
-        held_out=layout.held_out,
         prompt=config.log.prompt or ("def __init__(self" if is_source_text else ""),
     )

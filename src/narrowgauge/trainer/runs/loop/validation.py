@@ -5,19 +5,31 @@ A loss in nats per token compares two models only if they share a tokenizer. Bit
     bits per byte = sum of -log2 p(token) over the tokens / bytes of UTF-8 text that these tokens encode
 
 The end of a document is predicted like any other token, and counts as 0 bytes.
+
+One set of weights can have two losses: with the run's forward pass, and with that of another recipe. A
+low-precision forward pass can raise a loss in two ways: it adds noise to the measured loss, and it led the
+training to worse weights. The second loss, usually in bf16, shows the effect of the weights alone. Both are
+means over the same held-out batches, so their difference is paired.
 """
 
 import json
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from narrowgauge.trainer.data import Mixture, Tokenizer, Tokens, validation_batches
+from narrowgauge.system.files import write_whole
+from narrowgauge.system.json_lines import strict_json
+from narrowgauge.trainer.data import Batch, Mixture, Tokenizer
 from narrowgauge.trainer.distributed import Engine
-from narrowgauge.trainer.models import IGNORED
+from narrowgauge.trainer.models import IGNORED, Transformer
+from narrowgauge.trainer.runs.run_directory import EVALUATION
+from narrowgauge.trainer.runs.use.branch import with_recipe
+from narrowgauge.trainer.runs.use.trained_model import TrainedRun
+from narrowgauge.trainer.training.step.build_model import build_model
 
 PARTS = 32  # of the held-out tokens; how far a gap differs between them is its sampling error
 
@@ -57,50 +69,35 @@ class ValidationLoss:
 def validation_loss(
     engine: Engine,
     go_to_sample: Callable[[int], None],
-    tokens: Mixture | Tokens,
-    batch_size: int,
-    sequence_length: int,
-    batches: int | None,
-    separate_documents: bool = False,
-    sequences: int | None = None,
+    batches: Iterable[Batch],
 ) -> ValidationLoss:
-    """The loss on held-out tokens.
+    """The loss on held-out batches (`validation_batches`).
 
     `go_to_sample` informs the model of the first sequence of a batch, since a forward pass with stochastic
     rounding uses different bits for each sequence (`Trainer.go_to_sample`).
 
     Data-parallel ranks take turns; a rank without a batch in the last round computes the last batch again,
-    because the forward pass is collective. The `batches` (None for all), or `sequences`, are spread evenly
-    over the tokens.
+    because the forward pass is collective.
     """
     index, count = engine.mesh.data_index, engine.mesh.parallel_dims.data
-    targets, losses = [], []
-    held_out = validation_batches(tokens, batch_size, sequence_length, batches, separate_documents, sequences)
-    for i, batch in enumerate(held_out):
+    targets, losses, first = [], [], 0
+    for i, batch in enumerate(batches):
         targets.append(batch.targets)
         losses.append(0.0)
         if i % count == index:
-            go_to_sample(i * batch_size)
+            go_to_sample(first)
             losses[i] = engine.evaluate(batch).item()
+        first += len(batch.x_BT)
     if 0 < len(losses) % count <= index:
         engine.evaluate(batch)
     return ValidationLoss(engine.sum_over_ranks(losses), targets)
 
 
-def bits_per_byte(
-    loss: float,
-    tokenizer: Tokenizer,
-    tokens: Mixture | Tokens,
-    batch_size: int,
-    sequence_length: int,
-    sequences: int | None,
-    separate_documents: bool = False,
-) -> float:
-    """Convert the `validation_loss` of the same sequences to bits per byte of text; NaN without text."""
+def bits_per_byte(loss: float, tokenizer: Tokenizer, batches: Iterable[Batch]) -> float:
+    """Convert the `validation_loss` of these batches to bits per byte of text; NaN without text."""
     lengths = token_bytes(tokenizer)
     count = text = 0
-    held_out = validation_batches(tokens, batch_size, sequence_length, None, separate_documents, sequences)
-    for batch in held_out:
+    for batch in batches:
         y_N = batch.y_BT[batch.y_BT != IGNORED].long()
         text += int(lengths[y_N].sum())
         count += y_N.numel()
@@ -127,3 +124,48 @@ def token_bytes(tokenizer: Tokenizer) -> torch.Tensor:
         else:
             lengths[i] = len(entry.replace("\u2581", " ").encode("utf-8"))
     return lengths
+
+
+def held_out_loss(trained: TrainedRun, tokens: Mixture, length: int, batches: int | None) -> float:
+    """The mean loss of a run in nats per token, as `two_losses`."""
+    held_out = trained.held_out(tokens, length, batches)
+    return validation_loss(Engine.alone(trained.model), trained.go_to_sample, held_out).mean
+
+
+@torch.no_grad()
+def under_recipe(trained: TrainedRun, recipe: str) -> Transformer:
+    """A copy of a run's model that computes with another recipe, its weights read as float32."""
+    device = next(trained.model.parameters()).device
+    model = build_model(with_recipe(trained.config, recipe).spec, device)
+    weights = trained.weights()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        parameter.copy_(weights[name])
+    return model.eval()
+
+
+def two_losses(
+    trained: TrainedRun, recipe: str, tokens: Mixture, length: int, batches: int | None
+) -> dict[str, float]:
+    """The losses in nats per token: `own`, and one under the recipe's name.
+
+    Args:
+        trained: The run.
+        recipe: The recipe of the other forward pass, such as "bf16".
+        tokens: The held-out tokens, in sequences of `length` tokens.
+        batches: The number of the run's micro-batches, spread evenly over the tokens; None for all.
+    """
+    own = held_out_loss(trained, tokens, length, batches)
+    if trained.config.recipe.name == recipe and not trained.config.recipe.places:
+        return {"own": own, recipe: own}
+    config = with_recipe(trained.config, recipe)
+    under = replace(trained, config=config, model=under_recipe(trained, recipe))
+    return {"own": own, recipe: held_out_loss(under, tokens, length, batches)}
+
+
+def keep_losses(run: Path, step: int, losses: Mapping[str, float], asked: Mapping[str, Any]) -> None:
+    """Write RUN/evaluation.json with the request and the losses, unless the model is another program's.
+
+    A loss that is not finite is null there.
+    """
+    if (run / "config.toml").is_file():
+        write_whole(run / EVALUATION, json.dumps(strict_json({"step": step, **losses, **asked})) + "\n")

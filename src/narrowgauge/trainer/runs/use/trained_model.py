@@ -1,6 +1,6 @@
 """Opens a model for use: the newest of a run, or a model of another program; and the text of the run."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +15,17 @@ from narrowgauge.quantization.keys import Consumer
 from narrowgauge.system.errors import UserError
 from narrowgauge.trainer.checkpoint.interop.external_model import is_external_model, read_external_model
 from narrowgauge.trainer.checkpoint.interop.name_map import ExternalModel
-from narrowgauge.trainer.data import AUTO, Dataset, Tokenizer, load_tokenizer, open_data, split_sources
+from narrowgauge.trainer.data import (
+    AUTO,
+    Batch,
+    Dataset,
+    Mixture,
+    Tokenizer,
+    load_tokenizer,
+    open_data,
+    split_sources,
+    validation_batches,
+)
 from narrowgauge.trainer.data.cache import Progress
 from narrowgauge.trainer.data.token_files.source import token_files
 from narrowgauge.trainer.models import Transformer
@@ -62,9 +72,10 @@ class TrainedRun:
         """Set the position in the step of the first sequence of the next forward pass."""
         go_to(self.model, self.config, self.step, first)
 
-    def held_out_sequences(self, batches: int | None) -> int | None:
-        """The number of held-out sequences in a number of the run's micro-batches; None for all."""
-        return None if batches is None else held_out_sequences(self.config.training, batches)
+    def held_out(self, tokens: Mixture, length: int, batches: int | None) -> Iterator[Batch]:
+        """Held-out sequences of `length` tokens, as many as in `batches` of the run's; None for all."""
+        sequences = None if batches is None else held_out_sequences(self.config.training, batches)
+        return held_out_batches(self.config, tokens, length, sequences)
 
     def weights(self) -> dict[str, torch.Tensor]:
         """The weights by parameter name as float32 on the CPU, in whatever format the recipe keeps them."""
@@ -152,6 +163,15 @@ def imported_config(external: ExternalModel, source: str = "stdlib") -> Config:
             "recipe": {"name": "fp32"},
         }
     )
+
+
+def held_out_batches(
+    config: Config, tokens: Mixture, length: int = 0, sequences: int | None = None
+) -> Iterator[Batch]:
+    """Held-out tokens in a run's micro-batches, of its length or another; `sequences`, or all."""
+    data, size = config.data, config.training.micro_batch_size
+    length = length or data.sequence_length
+    return validation_batches(tokens, size, length, None, data.separate_documents, sequences)
 
 
 def run_data(trained: TrainedRun, source: str | None, progress: Progress | None = None) -> Dataset:
