@@ -6,7 +6,7 @@ import pytest
 
 from narrowgauge.system.errors import UserError
 from narrowgauge.trainer.cluster.doctor.doctor import check
-from narrowgauge.trainer.cluster.doctor.facts import Gpu, Hardware
+from narrowgauge.trainer.cluster.doctor.facts import Gpu
 from narrowgauge.trainer.distributed import NotStartedBySrun, world_from
 from support.healthy import CPU_ONLY
 from support.launch_environments import DEVICES, REFUSED, WORLDS, env
@@ -40,13 +40,8 @@ ALL = [
 def verdicts(text, gpus=8, there=8, **system):
     """{item: verdict} of a process with these variables, which sees n of the GPUs that are there."""
     cards = tuple(Gpu(name="GPU", capability=(9, 0), peers=tuple(range(gpus))) for _ in range(gpus))
-    facts = replace(
-        CPU_ONLY,
-        hardware=Hardware(makers=("nvidia",) * there, gpus=cards),
-        system=replace(CPU_ONLY.system, **({"cores": 64, "machine_cores": 64} | system)),
-        environment=env(text),
-    )
-    return check(facts)
+    system = {"cores": 64, "machine_cores": 64} | system
+    return check(replace(CPU_ONLY, makers=("nvidia",) * there, gpus=cards, environment=env(text), **system))
 
 
 def verdict(name, text, gpus=8, there=8, **system):

@@ -1,12 +1,13 @@
 """The verb `doctor`: collects the facts of this machine, judges them and prints each fix.
 
 It only reads, apart from one temporary file on each disk. Each topic has a file that reads its facts off the
-machine (`collect_*`) and judges them (`check_*`).
+machine (`read_*`) and has its checks, from the facts to a verdict.
 """
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -14,55 +15,73 @@ from rich.markup import escape
 from rich.table import Table
 
 from narrowgauge.system.files import cache_directory
+from narrowgauge.trainer.cluster.doctor import gpus, host, launch, network, software
 from narrowgauge.trainer.cluster.doctor.facts import Facts, Given, Verdict
-from narrowgauge.trainer.cluster.doctor.gpus import check_gpus, collect_hardware
-from narrowgauge.trainer.cluster.doctor.host import check_host, collect_compiler, collect_disk, collect_system
-from narrowgauge.trainer.cluster.doctor.launch import check_launch
-from narrowgauge.trainer.cluster.doctor.network import ask_hub, check_network
-from narrowgauge.trainer.cluster.doctor.software import check_software, collect_software
 from narrowgauge.trainer.cluster.doctor.torch_setup.ask_torch import ask_torch
 
 _STYLES = {"OK": "green", "WARN": "yellow", "MISS": "bold red"}
 
+#: The check of each item, in the order in which to fix them; None: there is nothing to judge.
+CHECKS: dict[str, Callable[[Facts], Verdict | None]] = {
+    "system": software.system,
+    "python": software.python,
+    "packages": software.packages,
+    "torch": software.torch,
+    "driver": software.driver,
+    "gpus": gpus.gpus,
+    "recipes": gpus.recipes,
+    "nccl": gpus.nccl,
+    "peers": gpus.peers,
+    "gpu-jobs": gpus.jobs,
+    "launcher": launch.launcher,
+    "ranks": launch.ranks,
+    "cores": launch.cores,
+    "open-files": host.open_files,
+    "locked-memory": host.locked_memory,
+    "shared-memory": host.shared_memory,
+    "clock": host.clock,
+    "disk": lambda facts: host.disk(facts.disk, "go to another folder, or name one with --out"),
+    "cache": lambda facts: host.disk(facts.cache, "name another folder in NARROWGAUGE_CACHE"),
+    "compiler": host.compiler,
+    "data": lambda facts: host.given("data", facts.data),
+    "tokenizer": lambda facts: host.given("tokenizer", facts.tokenizer),
+    "network": network.network,
+}
 
-def collect(data: str | None = None, tokenizer: str | None = None) -> Facts:
+
+def read_facts(data: str | None = None, tokenizer: str | None = None) -> Facts:
     """The facts of this machine, and of the given data and tokenizer."""
-    torch = ask_torch()
-    software = collect_software(torch)
-    return Facts(
-        software=software,
-        hardware=collect_hardware(torch),
-        system=collect_system(),
+    of_torch = ask_torch()
+    facts = Facts(
+        **software.read_software(of_torch) | gpus.read_gpus(of_torch),
+        **host.read_system() | host.read_compilers(),
         environment=dict(os.environ),
-        disk=collect_disk(Path.cwd()),
-        cache=collect_disk(cache_directory()),
-        hub=ask_hub(),
-        data=_given("data", data, software.works),
-        tokenizer=_given("tokenizer", tokenizer, software.works),
-        compiler=collect_compiler(),
+        disk=host.read_disk(Path.cwd()),
+        cache=host.read_disk(cache_directory()),
+        hub=network.ask_hub(),
     )
+    return replace(facts, data=_given(facts, "data", data), tokenizer=_given(facts, "tokenizer", tokenizer))
 
 
-def _given(what: str, name: str | None, torch_works: bool) -> Given | None:
+def _given(facts: Facts, what: str, name: str | None) -> Given | None:
     """The facts of data or a tokenizer, found by the code that `train` uses, which needs torch."""
     if name is None:
         return None
-    if not torch_works:
-        return Given(name=name, error=f"{name}: not looked at; fix torch and the packages first (see above)")
-    from narrowgauge.trainer.cluster.doctor.given import collect_data, collect_tokenizer
+    if not facts.torch_works:
+        return Given(name, error=f"{name}: not looked at; fix torch and the packages first (see above)")
+    from narrowgauge.trainer.cluster.doctor.given import read_data, read_tokenizer
 
-    return collect_data(name) if what == "data" else collect_tokenizer(name)
+    return read_data(name) if what == "data" else read_tokenizer(name)
 
 
 def check(facts: Facts) -> dict[str, Verdict]:
     """The verdicts on a machine by item, derived from the facts alone."""
-    judges = (check_software, check_gpus, check_launch, check_host, check_network)
-    return {item: verdict for judge_some in judges for item, verdict in judge_some(facts).items()}
+    return {item: verdict for item, judge in CHECKS.items() if (verdict := judge(facts))}
 
 
 def examine(data: str | None = None, tokenizer: str | None = None) -> dict[str, Verdict]:
     """The verdicts by item on this machine and on the given data and tokenizer."""
-    return check(collect(data, tokenizer))
+    return check(read_facts(data, tokenizer))
 
 
 def as_json(verdicts: Mapping[str, Verdict]) -> str:

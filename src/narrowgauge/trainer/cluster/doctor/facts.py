@@ -1,7 +1,7 @@
 """The facts that `doctor` judges, as plain data, and the type of its verdicts.
 
-The functions `collect_*` read the facts off the machine. The functions `check_*` turn them into verdicts and
-look at nothing else, so the facts of any machine can be written down and judged, as the tests do.
+The functions `read_*` read the facts off the machine. The checks turn them into verdicts and look at nothing
+else, so the facts of any machine can be written down and judged, as the tests do.
 
 Sizes are in bytes and times in seconds. An unknown number is None; an unknown word is "".
 """
@@ -9,39 +9,14 @@ Sizes are in bytes and times in seconds. An unknown number is None; an unknown w
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import resources
 from typing import Any, NamedTuple
 
 Version = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Software:
-    """Python, torch and the libraries torch was built with."""
-
-    python: Version  # of the running Python
-    torch: str  # torch's version string; "" if torch is not installed
-    error: str = ""  # why importing torch fails
-    glibc: Version = ()  # the oldest glibc that the installed torch supports; () if unknown
-    packages: Mapping[str, str] = field(default_factory=dict)  # version of each other package; "" if missing
-    build: str  # "cpu", "cuda" or "rocm"; "" if unknown
-    library: tuple[int, int]  # the CUDA or ROCm version of the build
-    architectures: tuple[
-        str, ...
-    ]  # the GPUs it has code for: "sm_90", "compute_120", "gfx942"; () if unknown
-    backends: tuple[str, ...]  # the backends built into torch.distributed: "gloo", "nccl"
-    nccl: Version  # version of NCCL, or of RCCL on AMD
-
-    @property
-    def works(self) -> bool:
-        """Whether the rest of this package can be imported."""
-        has_torch = not self.error and release(self.torch) >= LIMITS["version"]["torch"]
-        return has_torch and all(self.packages.values())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gpu:
+class Gpu(NamedTuple):
     """A GPU that torch sees."""
 
     name: str
@@ -55,23 +30,7 @@ class Gpu:
     peers: tuple[int, ...] = ()  # the other GPUs whose memory it reaches without going through the host
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hardware:
-    """The GPUs as the kernel, the driver and torch report them."""
-
-    makers: tuple[str, ...] = ()  # of each GPU with a device file for this process, seen by torch or not
-    on_bus: tuple[str, ...] = ()  # of each GPU on the machine's PCI bus, usable by this process or not
-    driver: str = ""  # version of the NVIDIA or AMD driver
-    driver_cuda: tuple[int, int] | None = None  # the newest CUDA that the NVIDIA driver supports
-    capabilities: tuple[Version, ...] = ()  # of the NVIDIA GPUs, from the driver, without torch
-    gpus: tuple[Gpu, ...] = ()  # those that torch sees
-    error: str = ""  # torch's output if listing its GPUs failed
-    links: tuple[str, ...] = ()  # the kinds of connection between two GPUs, such as "NV18", "PHB"
-    fabric: bool = False  # whether the machine has InfiniBand or the like
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Disk:
+class Disk(NamedTuple):
     """A folder to write to, and the file system it is on."""
 
     path: str  # the folder, or the nearest one above it that exists
@@ -85,16 +44,10 @@ class Disk:
     error: str = ""  # why writing to it failed
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hub:
-    """The outcome of a request to the Hugging Face hub.
+class Hub(NamedTuple):
+    """The outcome of a request to the Hugging Face hub."""
 
-    Attributes:
-        outcome: "reached", "offline" (not asked, at the user's request), "proxy refused", "proxy
-            unreachable", "no name", "no network", "certificate", "refused", "no answer", or "not asked".
-    """
-
-    outcome: str
+    outcome: str  # "reached", "offline" (not asked, at the user's request), or a key of `network.FAILURES`
     host: str = "huggingface.co"
     proxy: str = ""  # the proxy of the request, without user and password
     status: int | None = None  # the HTTP status, which is the proxy's if the proxy refused
@@ -102,8 +55,7 @@ class Hub:
     detail: str = ""  # the error in the system's words
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Given:
+class Given(NamedTuple):
     """Data or a tokenizer that the user named: what was found, or what is wrong with it."""
 
     name: str
@@ -112,51 +64,62 @@ class Given:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Compiler:
-    """The compilers that compile code at run time."""
+class Facts:
+    """Everything that the doctor examines."""
 
-    cc: str = ""  # the C compiler's path
-    cxx: str = ""  # the C++ compiler's path
-    version: str = ""  # its first line
-    error: str = ""  # why compiling a small program with Python's headers and OpenMP failed
-    triton: str = ""  # version of Triton
+    python: Version  # of the running Python
+    packages: Mapping[str, str]  # version of each package beside torch; "" if missing
+    torch: str  # torch's version string; "" if torch is not installed
+    torch_error: str = ""  # why importing torch fails
+    build: str = ""  # torch's: "cpu", "cuda" or "rocm"; "" if unknown
+    library: tuple[int, int] = (0, 0)  # the CUDA or ROCm version of the build
+    needed_glibc: Version = ()  # the oldest glibc that the installed torch supports; () if unknown
+    architectures: tuple[str, ...] = ()  # the GPUs it has code for: "sm_90", "compute_120", "gfx942"
+    backends: tuple[str, ...] = ()  # the backends built into torch.distributed: "gloo", "nccl"
+    nccl: Version = ()  # version of NCCL, or of RCCL on AMD
 
+    makers: tuple[str, ...] = ()  # of each GPU with a device file for this process, seen by torch or not
+    on_bus: tuple[str, ...] = ()  # of each GPU on the machine's PCI bus, usable by this process or not
+    driver: str = ""  # version of the NVIDIA or AMD driver
+    driver_cuda: tuple[int, int] | None = None  # the newest CUDA that the NVIDIA driver supports
+    capabilities: tuple[Version, ...] = ()  # of the NVIDIA GPUs, from the driver, without torch
+    gpus: tuple[Gpu, ...] = ()  # those that torch sees
+    gpu_error: str = ""  # torch's output if listing its GPUs failed
+    links: tuple[str, ...] = ()  # the kinds of connection between two GPUs, such as "NV18", "PHB"
+    fabric: bool = False  # whether the machine has InfiniBand or the like
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class System:
-    """Limits of the process and of the machine."""
-
+    system: str  # the operating system: "Linux", "macOS", "Windows"
+    machine: str  # the processor architecture: "x86_64", "aarch64"
+    glibc: Version  # () for any other C library
+    cpu: frozenset[str]  # the processor's instruction sets, by Linux's names; empty if unknown
     cores: int  # available to this process
     machine_cores: int
     threads: int | None  # $OMP_NUM_THREADS
     open_files: tuple[int | None, int | None]  # (soft, hard) limits; None: unlimited
     locked_memory: tuple[int | None, int | None]
-    name: str  # the operating system: "Linux", "macOS", "Windows"
-    machine: str  # the processor architecture: "x86_64", "aarch64"
-    glibc: Version  # () for any other C library
-    cpu: frozenset[str]  # the processor's instruction sets, by Linux's names; empty if unknown
     shared_memory: Disk | None  # /dev/shm; None if absent
     now: float  # seconds since 1970
     installed: float  # modification time of the newest file of this package
     synchronized: bool | None  # whether the kernel reports its clock as synchronized
 
+    cc: str = ""  # the C compiler's path
+    cxx: str = ""  # the C++ compiler's path
+    compiler: str = ""  # the first line of its version
+    compiler_error: str = ""  # why it does not compile a small program with Python's headers and OpenMP
+    triton: str = ""  # version of Triton
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
-    """Everything that the doctor examines."""
-
-    software: Software
-    hardware: Hardware
-    system: System
-    environment: Mapping[
-        str, str
-    ]  # every variable: the code shared with `train` reads the launcher's from it
+    environment: Mapping[str, str]  # every variable: the code shared with `train` reads the launcher's
     disk: Disk  # of the working directory
     cache: Disk  # of the prepared-data cache
     hub: Hub
-    data: Given | None
-    tokenizer: Given | None
-    compiler: Compiler
+    data: Given | None = None
+    tokenizer: Given | None = None
+
+    @property
+    def torch_works(self) -> bool:
+        """Whether the rest of this package can be imported."""
+        has_torch = not self.torch_error and release(self.torch) >= LIMITS["version"]["torch"]
+        return has_torch and all(self.packages.values())
 
 
 class Verdict(NamedTuple):

@@ -10,13 +10,13 @@ from narrowgauge.trainer.data.token_files.source import token_files
 from narrowgauge.trainer.data.tokenization.names import tokenizer_identity
 
 
-def collect_data(source: str) -> Given:
+def read_data(source: str) -> Given:
     """The kinds of the sources; nothing is prepared."""
     try:
         found = [_one_source(name) for name in split_sources(source)]
     except (UserError, OSError) as error:
-        return Given(name=source, error=str(error))
-    return Given(name=source, found="; ".join(found))
+        return Given(source, error=str(error))
+    return Given(source, found="; ".join(found))
 
 
 def _one_source(name: str) -> str:
@@ -32,11 +32,11 @@ def _one_source(name: str) -> str:
     return f"text: {len(open_source(name).inputs):,} files"
 
 
-def collect_tokenizer(name: str) -> Given:
+def read_tokenizer(name: str) -> Given:
     """The size of the tokenizer."""
     try:
         if tokenizer_identity(name) == name:
-            return Given(name=name, found="needs no file")
-        return Given(name=name, found=f"{load_tokenizer(user_path(name)).vocab_size:,} tokens")
+            return Given(name, found="needs no file")
+        return Given(name, found=f"{load_tokenizer(user_path(name)).vocab_size:,} tokens")
     except (UserError, OSError) as error:
-        return Given(name=name, error=str(error))
+        return Given(name, error=str(error))

@@ -22,7 +22,6 @@ from narrowgauge.trainer.cluster.doctor.facts import (
     LIMITS,
     Facts,
     Gpu,
-    Hardware,
     Verdict,
     count,
     dotted,
@@ -30,7 +29,6 @@ from narrowgauge.trainer.cluster.doctor.facts import (
     ok,
     warn,
 )
-from narrowgauge.trainer.cluster.doctor.torch_setup.ask_torch import TorchReport
 from narrowgauge.trainer.cluster.doctor.torch_setup.builds import right_build
 
 Uses = Mapping[str, Mapping[str, Any]]  # `used`, `busy` and `processes` by GPU id
@@ -40,28 +38,27 @@ _VENDORS = {"0x10de": "nvidia", "0x1002": "amd"}
 _GPU_CLASSES = ("0x0300", "0x0302", "0x0380", "0x1200")
 
 
-def collect_hardware(torch: TorchReport) -> Hardware:
+def read_gpus(torch: Mapping[str, Any]) -> dict[str, Any]:
     """The GPUs of this machine: those with a device file, those of NVIDIA's driver, and torch's."""
     nothing: tuple[dict[str, Any], Uses] = {}, {}
     nvidia, uses = in_time(_nvidia, _DRIVER_SECONDS, nothing)
     files = len(list(Path("/dev").glob("nvidia[0-9]*")))  # WSL has none, but the driver answers
     makers = ("nvidia",) * (files or len(uses)) + ("amd",) * _amd_gpus()
-    gpus = joined(torch.gpus, uses)
+    gpus = joined(torch.get("gpus", ()), uses)
     facts: dict[str, Any] = nvidia or {"driver": _text("/sys/module/amdgpu/version")}
     if len(gpus) != len(uses):  # links may belong to GPUs that torch does not see
         facts.pop("links", None)
-    return Hardware(
-        makers=makers or tuple(gpu.maker for gpu in gpus),
-        on_bus=_on_bus(),
-        gpus=gpus,
-        error=torch.gpu_error,
-        fabric=any(Path("/sys/class/infiniband").glob("*")),
-        **facts,
-    )
+    return facts | {
+        "makers": makers or tuple(gpu.maker for gpu in gpus),
+        "on_bus": _on_bus(),
+        "gpus": gpus,
+        "gpu_error": torch.get("gpu_error", ""),
+        "fabric": any(Path("/sys/class/infiniband").glob("*")),
+    }
 
 
 def _nvidia() -> tuple[dict[str, Any], Uses]:
-    """Fields of `Hardware`, and of `Gpu` by the GPU's id, from NVIDIA's driver; empty if there is none."""
+    """Facts of the driver, and fields of `Gpu` by the GPU's id, from NVIDIA; empty if there is none."""
     try:
         nvml = import_module("pynvml")  # here: the doctor also works where packages are missing
     except ImportError:
@@ -146,43 +143,22 @@ def _text(path: str | Path) -> str:
         return ""
 
 
-def check_gpus(facts: Facts) -> dict[str, Verdict]:
-    """The verdicts by item.
-
-    The items on pairs of GPUs and on other users appear only where there are any; those on recipes and
-    NCCL only if torch can be imported.
-    """
-    verdicts = {"gpus": _gpus(facts)}
-    if facts.software.works:
-        verdicts |= {"recipes": _recipes(facts), "nccl": _nccl(facts)}
-    if len(facts.hardware.gpus) > 1:
-        verdicts["peers"] = _peers(facts)
-    if facts.hardware.gpus:
-        verdicts["gpu-jobs"] = _jobs(facts)
-    return verdicts
-
-
-def _gpus(facts: Facts) -> Verdict:
-    software, gpus = facts.software, facts.hardware.gpus
-    if not gpus:
+def gpus(facts: Facts) -> Verdict:
+    """The verdict on the GPUs that torch sees, and whether it has code for them."""
+    if not facts.gpus:
         return _no_gpu(facts)
-    kinds = [_kind(gpu) for gpu in gpus]
-    alike = Counter(
-        f"{gpu.name}, {human_bytes(gpu.memory)}, {kind}" for gpu, kind in zip(gpus, kinds, strict=True)
-    )
+    alike = Counter(f"{gpu.name}, {human_bytes(gpu.memory)}, {_kind(gpu)}" for gpu in facts.gpus)
     found = "; ".join(f"{number} x {name}" for name, number in alike.items())
-    without = [
-        kind for gpu, kind in zip(gpus, kinds, strict=True) if not _has_code(software.architectures, gpu)
-    ]
+    without = [_kind(gpu) for gpu in facts.gpus if not _has_code(facts.architectures, gpu)]
     if without:
-        build = right_build(facts.hardware) if gpus[0].maker == "nvidia" else None
+        build = right_build(facts) if facts.gpus[0].maker == "nvidia" else None
         fix = f"install {build}, which has code for {without[0]}"
         if build is None:
             fix = (
                 f"install a torch built for {without[0]} if there is one, or train on the CPU (--device cpu)"
             )
-        return miss(f"{found}; this torch has code for {', '.join(software.architectures)} only", fix)
-    if len(set(kinds)) > 1:
+        return miss(f"{found}; this torch has code for {', '.join(facts.architectures)} only", fix)
+    if len(set(map(_kind, facts.gpus))) > 1:
         return warn(
             found,
             "choose GPUs of one kind with CUDA_VISIBLE_DEVICES: together they go at the slowest one's pace, "
@@ -197,27 +173,26 @@ def _kind(gpu: Gpu) -> str:
 
 
 def _no_gpu(facts: Facts) -> Verdict:
-    hardware = facts.hardware
-    if not hardware.makers and "nvidia" in hardware.on_bus:
-        there = count(hardware.on_bus.count("nvidia"), "NVIDIA GPU")
+    if not facts.makers and "nvidia" in facts.on_bus:
+        there = count(facts.on_bus.count("nvidia"), "NVIDIA GPU")
         return warn(
             f"{there} on the bus, and no device file for it here",
             "install NVIDIA's driver; start a container with the GPUs (docker run --gpus all), and a Slurm "
             "job (--gpus)",
         )
-    if not hardware.makers:
+    if not facts.makers:
         return ok("none; training runs on the CPU")
-    kinds = ", ".join(f"compute capability {dotted(one)}" for one in dict.fromkeys(hardware.capabilities))
-    there = f"{count(len(hardware.makers), 'GPU')} in the machine{f' ({kinds})' if kinds else ''}"
+    kinds = ", ".join(f"compute capability {dotted(one)}" for one in dict.fromkeys(facts.capabilities))
+    there = f"{count(len(facts.makers), 'GPU')} in the machine{f' ({kinds})' if kinds else ''}"
     there += ", none that torch sees"
     for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
         value = facts.environment.get(name)
         if value is not None and (not value.strip() or value.strip().startswith("-")):
             return warn(f"{there}: {name}={value!r} hides them", f"unset {name}, or name GPUs in it")
-    if facts.software.error or facts.software.build == "cpu":
-        why = "it does not import" if facts.software.error else "it is a build for CPUs"
+    if facts.torch_error or facts.build == "cpu":
+        why = "it does not import" if facts.torch_error else "it is a build for CPUs"
         return miss(f"{there}: {why}", "fix torch first (see above)")
-    said = f" ({hardware.error})" if hardware.error else ""
+    said = f" ({facts.gpu_error})" if facts.gpu_error else ""
     return miss(
         f"{there}{said}",
         "fix torch and the driver first; if both are right, see that this user may open the device files "
@@ -244,25 +219,27 @@ def _has_code(architectures: Sequence[str], gpu: Gpu) -> bool:
     return False
 
 
-def _nccl(facts: Facts) -> Verdict:
-    software, gpus = facts.software, facts.hardware.gpus
-    built = ", ".join(software.backends) or "none"
+def nccl(facts: Facts) -> Verdict | None:
+    """The verdict on the library through which processes talk; None without a torch that can be imported."""
+    if not facts.torch_works:
+        return None
+    gpus, built = facts.gpus, ", ".join(facts.backends) or "none"
     if not gpus:
-        if "gloo" in software.backends:
+        if "gloo" in facts.backends:
             return ok(f"not needed: processes on CPUs talk through gloo (built in: {built})")
         return warn("this torch cannot connect processes", "install a torch built with gloo")
     name = "RCCL" if gpus[0].maker == "amd" else "NCCL"
-    if "nccl" not in software.backends:
+    if "nccl" not in facts.backends:
         status = miss if len(gpus) > 1 else warn
         return status(f"none (built in: {built})", f"install a torch built with {name}, or use one GPU only")
-    found = f"{name} {dotted(software.nccl)}"
+    found = f"{name} {dotted(facts.nccl)}"
     if name == "RCCL":
         return ok(f"{found}; FP8 sums between GPUs: not known of RCCL")
     needed, capability = LIMITS["version"]["nccl_fp8"], LIMITS["version"]["fp8_capability"]
     if min(gpu.capability for gpu in gpus) < capability:
         between = f"between these GPUs, which takes compute capability {dotted(capability)}"
         return ok(f"{found}; no FP8 sums {between}")
-    if software.nccl[:2] < needed:
+    if facts.nccl[:2] < needed:
         return warn(
             f"{found}; no FP8 sums",
             f"install a torch with NCCL {dotted(needed)} or later, to add FP8 gradients on the wire",
@@ -270,9 +247,12 @@ def _nccl(facts: Facts) -> Verdict:
     return ok(f"{found}, with FP8 sums between GPUs")
 
 
-def _peers(facts: Facts) -> Verdict:
-    gpus = facts.hardware.gpus
-    links = f" over {', '.join(facts.hardware.links)}" if facts.hardware.links else ""
+def peers(facts: Facts) -> Verdict | None:
+    """The verdict on pairs of GPUs, if there are any."""
+    gpus = facts.gpus
+    if len(gpus) < 2:
+        return None
+    links = f" over {', '.join(facts.links)}" if facts.links else ""
     pairs = list(combinations(range(len(gpus)), 2))
     apart = [(a, b) for a, b in pairs if b not in gpus[a].peers or a not in gpus[b].peers]
     if not apart:
@@ -285,9 +265,10 @@ def _peers(facts: Facts) -> Verdict:
     )
 
 
-def _jobs(facts: Facts) -> Verdict:
-    gpus, taken = facts.hardware.gpus, []
-    for index, gpu in enumerate(gpus):
+def jobs(facts: Facts) -> Verdict | None:
+    """The verdict on other users of the GPUs, if there are GPUs."""
+    taken = []
+    for index, gpu in enumerate(facts.gpus):
         if gpu.processes or (gpu.used or 0) > LIMITS["gpu"]["foreign"]:
             by = f" by process {', '.join(map(str, gpu.processes))}" if gpu.processes else ""
             busy = f", {gpu.busy} % busy" if gpu.busy else ""
@@ -297,14 +278,25 @@ def _jobs(facts: Facts) -> Verdict:
             "; ".join(taken),
             "wait for them, stop them if they are yours, or choose other GPUs with CUDA_VISIBLE_DEVICES",
         )
-    if all(gpu.used is None for gpu in gpus):
-        return ok("unknown: the driver does not report it")
-    return ok("no other work on the GPUs")
+    if not facts.gpus:
+        return None
+    is_known = any(gpu.used is not None for gpu in facts.gpus)
+    return ok("no other work on the GPUs" if is_known else "unknown: the driver does not report it")
 
 
-def _recipes(facts: Facts) -> Verdict:
-    """The recipes that are native on all GPUs, and those that a newer CUDA would make native."""
-    kinds = dict.fromkeys(_device(gpu, facts.software.library) for gpu in facts.hardware.gpus)
+def recipes(facts: Facts) -> Verdict | None:
+    """The recipes that are native on all GPUs, and those that a newer CUDA would make native.
+
+    None without a torch that can be imported.
+    """
+    if not facts.torch_works:
+        return None
+    kinds = dict.fromkeys(
+        Device(
+            maker=gpu.maker, capability=gpu.capability, architecture=gpu.architecture, library=facts.library
+        )
+        for gpu in facts.gpus
+    )
     devices = list(kinds) or [Device(maker="cpu")]
     native = [name for name in recipe_names() if all(_is_native(name, device) for device in devices)]
     emulated = [name for name in recipe_names() if name not in native]
@@ -317,11 +309,6 @@ def _recipes(facts: Facts) -> Verdict:
         fix = f"install a torch of a newer CUDA to run {', '.join(gained)} natively: {reason}"
         return warn(found, fix)
     return ok(found)
-
-
-def _device(gpu: Gpu, library: tuple[int, int]) -> Device:
-    """A GPU as the recipes see it, with the library that drives it."""
-    return Device(maker=gpu.maker, capability=gpu.capability, architecture=gpu.architecture, library=library)
 
 
 def _is_native(name: str, device: Device) -> bool:

@@ -12,8 +12,8 @@ import shutil
 import sysconfig
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import narrowgauge
 from narrowgauge.system.errors import words_of
@@ -22,11 +22,9 @@ from narrowgauge.system.processes import in_time, output_of
 from narrowgauge.system.units import human_bytes
 from narrowgauge.trainer.cluster.doctor.facts import (
     LIMITS,
-    Compiler,
     Disk,
     Facts,
     Given,
-    System,
     Verdict,
     Version,
     miss,
@@ -45,24 +43,24 @@ _PROGRAM = (
 )
 
 
-def collect_system() -> System:
+def read_system() -> dict[str, Any]:
     """The limits of this process and of the machine."""
     threads = os.environ.get("OMP_NUM_THREADS", "").strip()
-    return System(
-        cores=_cores(),
-        machine_cores=os.cpu_count() or 1,
-        threads=int(threads) if threads.isdecimal() else None,
-        open_files=limits_of("RLIMIT_NOFILE"),
-        locked_memory=limits_of("RLIMIT_MEMLOCK"),
-        name=system_name(),
-        machine=platform.machine(),
-        glibc=_glibc(),
-        cpu=_instruction_sets(),
-        shared_memory=collect_disk(_SHARED, pieces=0) if _SHARED.exists() else None,
-        now=time.time(),
-        installed=Path(narrowgauge.__file__).stat().st_mtime,
-        synchronized=_synchronized(),
-    )
+    return {
+        "system": system_name(),
+        "machine": platform.machine(),
+        "glibc": _glibc(),
+        "cpu": _instruction_sets(),
+        "cores": _cores(),
+        "machine_cores": os.cpu_count() or 1,
+        "threads": int(threads) if threads.isdecimal() else None,
+        "open_files": limits_of("RLIMIT_NOFILE"),
+        "locked_memory": limits_of("RLIMIT_MEMLOCK"),
+        "shared_memory": read_disk(_SHARED, pieces=0) if _SHARED.exists() else None,
+        "now": time.time(),
+        "installed": Path(narrowgauge.__file__).stat().st_mtime,
+        "synchronized": _synchronized(),
+    }
 
 
 def _cores() -> int:
@@ -99,7 +97,7 @@ def _synchronized() -> bool | None:
     return None if state < 0 else bool(state != _NOT_SYNCHRONIZED)
 
 
-def collect_disk(folder: Path, pieces: int = 16) -> Disk:
+def read_disk(folder: Path, pieces: int = 16) -> Disk:
     """Space, clock and speed of the file system that a folder is on, or would be on.
 
     At most `pieces` of 4 MiB are written to measure the speed; 0 skips the measurement.
@@ -110,19 +108,19 @@ def collect_disk(folder: Path, pieces: int = 16) -> Disk:
 
 
 def _facts_of_disk(place: Path, pieces: int) -> Disk:
-    """The facts of `collect_disk`, without a time limit."""
+    """The facts of `read_disk`, without a time limit."""
     while not place.exists() and place != place.parent:
         place = place.parent
     disk = Disk(path=str(place), kind=_kind(place))
     try:
         space = shutil.disk_usage(place)
-        disk = replace(disk, size=space.total, free=space.free)
+        disk = disk._replace(size=space.total, free=space.free)
         if hasattr(os, "statvfs") and (inodes := os.statvfs(place)).f_files:
-            disk = replace(disk, inodes=inodes.f_files, inodes_free=inodes.f_favail)
+            disk = disk._replace(inodes=inodes.f_files, inodes_free=inodes.f_favail)
         speed, skew = _write(place, min(pieces, space.free // (4 * _PIECE)))
-        return replace(disk, speed=speed, skew=skew)
+        return disk._replace(speed=speed, skew=skew)
     except OSError as error:
-        return replace(disk, error=words_of(error))
+        return disk._replace(error=words_of(error))
 
 
 def _write(place: Path, pieces: int) -> tuple[float | None, float]:
@@ -155,23 +153,20 @@ def _kind(place: Path) -> str:
     return max(above)[1] if above else ""
 
 
-def collect_compiler() -> Compiler:
+def read_compilers() -> dict[str, str]:
     """The C compiler, the C++ compiler that torch.compile uses (tried on a small program), and Triton."""
-    cc = next(filter(None, map(shutil.which, [_c_named(), "gcc", "clang", "cc"])), "")
-    triton = triton_version()
+    named_c = (os.environ.get("CC", "").split() or [""])[0]  # without the options that may follow it
     named = os.environ.get("CXX")
-    for name in (named,) if named else ("g++", "clang++", "c++"):
-        if cxx := shutil.which(name):
-            break
-    else:
-        return Compiler(cc=cc, error=f"CXX={named}, which is not a program" if named else "", triton=triton)
-    first = (output_of([cxx, "--version"], _COMPILER_SECONDS).out.splitlines() or [""])[0]
-    return Compiler(cc=cc, cxx=cxx, version=first, error=_compile(cxx), triton=triton)
+    facts = {"cc": _found(named_c, "gcc", "clang", "cc"), "triton": triton_version()}
+    if cxx := _found(*([named] if named else ["g++", "clang++", "c++"])):
+        first = (output_of([cxx, "--version"], _COMPILER_SECONDS).out.splitlines() or [""])[0]
+        return facts | {"cxx": cxx, "compiler": first, "compiler_error": _compile(cxx)}
+    return facts | {"compiler_error": f"CXX={named}, which is not a program" if named else ""}
 
 
-def _c_named() -> str:
-    """The program in $CC, without the options that may follow it; "" if unset."""
-    return (os.environ.get("CC", "").split() or [""])[0]
+def _found(*names: str) -> str:
+    """The path of the first of the programs that is there; "" if none is."""
+    return next(filter(None, map(shutil.which, names)), "")
 
 
 def _compile(cxx: str) -> str:
@@ -188,23 +183,9 @@ def _compile(cxx: str) -> str:
     return (lines or [made.error or "it failed"])[0].replace(f"{folder}/", "")[:200]
 
 
-def check_host(facts: Facts) -> dict[str, Verdict]:
-    """The verdicts by item; data and tokenizer only if given."""
-    given = {"data": facts.data, "tokenizer": facts.tokenizer}
-    return {
-        "open-files": _open_files(facts),
-        "locked-memory": _locked_memory(facts),
-        "shared-memory": _shared_memory(facts),
-        "clock": _clock(facts),
-        "disk": _disk(facts.disk, "go to another folder, or name one with --out"),
-        "cache": _disk(facts.cache, "name another folder in NARROWGAUGE_CACHE"),
-        "compiler": _compiler(facts),
-        **{name: _given(name, what) for name, what in given.items() if what},
-    }
-
-
-def _open_files(facts: Facts) -> Verdict:
-    (soft, hard), enough = facts.system.open_files, LIMITS["open_files"]["enough"]
+def open_files(facts: Facts) -> Verdict:
+    """The verdict on the limit of open files."""
+    (soft, hard), enough = facts.open_files, LIMITS["open_files"]["enough"]
     if soft is None or soft >= enough:
         return ok("unlimited" if soft is None else f"{soft:,}")
     if hard is None or hard >= enough:
@@ -215,11 +196,12 @@ def _open_files(facts: Facts) -> Verdict:
     )
 
 
-def _locked_memory(facts: Facts) -> Verdict:
-    soft = facts.system.locked_memory[0]
+def locked_memory(facts: Facts) -> Verdict:
+    """The verdict on the limit of locked memory."""
+    soft = facts.locked_memory[0]
     if soft is None:
         return ok("unlimited")
-    if facts.hardware.fabric:
+    if facts.fabric:
         return warn(
             f"{human_bytes(soft)}, and the machine has InfiniBand, whose buffers are locked",
             "ulimit -l unlimited, or memlock in /etc/security/limits.conf (docker run --ulimit memlock=-1); "
@@ -228,9 +210,10 @@ def _locked_memory(facts: Facts) -> Verdict:
     return ok(f"{human_bytes(soft)}; only InfiniBand needs more, and there is none")
 
 
-def _shared_memory(facts: Facts) -> Verdict:
-    shared, bounds = facts.system.shared_memory, LIMITS["shared_memory"]
-    if facts.system.name != "Linux":
+def shared_memory(facts: Facts) -> Verdict:
+    """The verdict on the shared memory."""
+    shared, bounds = facts.shared_memory, LIMITS["shared_memory"]
+    if facts.system != "Linux":
         return ok("not a file system here")
     if shared is None:
         return warn("there is no /dev/shm", "mount a tmpfs there: mount -t tmpfs tmpfs /dev/shm")
@@ -245,16 +228,16 @@ def _shared_memory(facts: Facts) -> Verdict:
     return (miss if shared.free < bounds["least"] else warn)(found, fix)
 
 
-def _clock(facts: Facts) -> Verdict:
-    system = facts.system
-    if system.now < system.installed - 86400:  # a day of slack: wheels carry local times
+def clock(facts: Facts) -> Verdict:
+    """The verdict on the clock, by the hub's, the disks' and the kernel's word."""
+    if facts.now < facts.installed - 86400:  # a day of slack: wheels carry local times
         return miss(
             "before the day this package was installed",
-            f"set the clock ({_set_clock(system.name)}): certificates and 'newest' depend on it",
+            f"set the clock ({_set_clock(facts.system)}): certificates and 'newest' depend on it",
         )
     ahead = facts.hub.ahead
     if ahead is not None and abs(ahead) > LIMITS["clock"]["machine"]:
-        return warn(f"{_off(ahead)} the hub's", _set_clock(system.name))
+        return warn(f"{_off(ahead)} the hub's", _set_clock(facts.system))
     for disk in (facts.disk, facts.cache):
         if disk.skew is not None and abs(disk.skew) > LIMITS["clock"]["file_server"]:
             return warn(
@@ -262,14 +245,14 @@ def _clock(facts: Facts) -> Verdict:
                 "let this machine and the file server follow the same time server (NTP)",
             )
     agrees = ", agrees with the hub's" if ahead is not None else ""
-    if system.synchronized is False:
+    if facts.synchronized is False:
         if facts.environment.get("SLURM_NNODES", "1") != "1":
             return warn(
                 f"plausible{agrees}; the kernel does not know it to be synchronized",
                 "run chrony or ntpd on every node, so that their logs can be compared",
             )
         return ok(f"plausible{agrees}; not known to the kernel to be synchronized")
-    return ok(f"plausible{agrees}" + (", synchronized" if system.synchronized else ""))
+    return ok(f"plausible{agrees}" + (", synchronized" if facts.synchronized else ""))
 
 
 def _set_clock(system: str) -> str:
@@ -281,7 +264,8 @@ def _off(ahead: float) -> str:
     return f"{abs(ahead):.0f} s {'behind' if ahead > 0 else 'ahead of'}"
 
 
-def _disk(disk: Disk, elsewhere: str) -> Verdict:
+def disk(disk: Disk, elsewhere: str) -> Verdict:
+    """The verdict on a disk; `elsewhere` says how to choose another."""
     bounds, kind = LIMITS["disk"], f" ({disk.kind})" if disk.kind else ""
     if disk.error:
         return warn(f"{disk.path}{kind}: {disk.error}", elsewhere)
@@ -303,41 +287,45 @@ def _disk(disk: Disk, elsewhere: str) -> Verdict:
     return ok(found)
 
 
-def _compiler(facts: Facts) -> Verdict:
-    compiler, gpus = facts.compiler, facts.hardware.gpus
-    triton = f", Triton {compiler.triton}" if compiler.triton else ""
-    if not compiler.cc:
-        why = "kernels on a GPU need it" if gpus else "casts on a CPU take 2 to 4 times as long without it"
+def compiler(facts: Facts) -> Verdict:
+    """The verdict on the compilers."""
+    triton = f", Triton {facts.triton}" if facts.triton else ""
+    if not facts.cc:
+        on_cpu = "casts on a CPU take 2 to 4 times as long without it"
+        why = "kernels on a GPU need it" if facts.gpus else on_cpu
         return warn(
-            f"{compiler.version or compiler.error or 'no C compiler'}{triton}",
+            f"{facts.compiler or facts.compiler_error or 'no C compiler'}{triton}",
             f"install gcc and g++, or clang, or name them in CC and CXX: {why}; training.compile needs both",
         )
-    if not compiler.cxx:
+    if not facts.cxx:
         return warn(
-            f"{compiler.error or 'no C++ compiler'}{triton}",
+            f"{facts.compiler_error or 'no C++ compiler'}{triton}",
             "install g++ or clang++, or name one in CXX: training.compile needs it; nothing else does",
         )
-    found = f"{compiler.version or compiler.cxx}{triton}"
-    if compiler.error:
-        return warn(f"{found}: {compiler.error}", _fix_of_compiler(compiler, facts.system.name))
-    if gpus and not compiler.triton:
+    found = f"{facts.compiler or facts.cxx}{triton}"
+    if facts.compiler_error:
+        return warn(f"{found}: {facts.compiler_error}", _fix_of_compiler(facts))
+    if facts.gpus and not facts.triton:
         how = "pip install triton"
-        if any(gpu.maker == "amd" for gpu in gpus):  # the package of that name is for NVIDIA's
+        if any(gpu.maker == "amd" for gpu in facts.gpus):  # the package of that name is for NVIDIA's
             how = "install torch's ROCm build again, which brings its own Triton, not the package `triton`"
         return warn(f"{found}, no Triton", f"{how}: kernels and training.compile need it on a GPU")
     return ok(found)
 
 
-def _fix_of_compiler(compiler: Compiler, system: str) -> str:
-    if "Python.h" in compiler.error:
+def _fix_of_compiler(facts: Facts) -> str:
+    if "Python.h" in facts.compiler_error:
         return "install Python's headers (python3-dev or python3-devel): training.compile needs them"
-    if re.search(r"openmp|omp\.h|lg?omp", compiler.error):
-        how = "brew install libomp" if system == "macOS" else "libomp-dev, or take g++"
+    if re.search(r"openmp|omp\.h|lg?omp", facts.compiler_error):
+        how = "brew install libomp" if facts.system == "macOS" else "libomp-dev, or take g++"
         return f"install OpenMP for this compiler ({how}): training.compile needs it"
     return "fix the compiler, or name another in CXX: training.compile needs one"
 
 
-def _given(name: str, given: Given) -> Verdict:
+def given(name: str, given: Given | None) -> Verdict | None:
+    """The verdict on the given data or tokenizer, if one was given."""
+    if given is None:
+        return None
     if given.error:
         return of_error("MISS", given.error, f"name another with --{name}")
     return ok(f"{given.name}: {given.found}")

@@ -17,21 +17,21 @@ from narrowgauge.trainer.distributed import NotStartedBySrun, World, world_from
 _OTHERWISE = "start the processes with torchrun, and leave the variables to it"
 
 
-def check_launch(facts: Facts) -> dict[str, Verdict]:
-    """The verdicts by item; ranks are left out if the processes do not form a world."""
-    launcher, world = _launcher(facts.environment)
-    ranks = {"ranks": _ranks(facts, world)} if world else {}
-    return {"launcher": launcher, **ranks, "cores": _cores(facts, world.local_size if world else 1)}
+def launcher(facts: Facts) -> Verdict:
+    """The verdict on the world that the variables describe."""
+    world = _world(facts)
+    if isinstance(world, UserError):
+        status = "WARN" if isinstance(world, NotStartedBySrun) else "MISS"
+        return of_error(status, str(world), _OTHERWISE)
+    return ok(_in_words(facts.environment, world))
 
 
-def _launcher(env: Mapping[str, str]) -> tuple[Verdict, World | None]:
-    """The verdict on the world that the variables describe, and that world; None if `train` refuses it."""
+def _world(facts: Facts, gpus: int = 0) -> World | UserError:
+    """The world that the variables describe, or the error with which `train` refuses it."""
     try:
-        world = world_from(env, gpus=0)
+        return world_from(facts.environment, gpus)
     except UserError as error:
-        status = "WARN" if isinstance(error, NotStartedBySrun) else "MISS"
-        return of_error(status, str(error), _OTHERWISE), None
-    return ok(_in_words(env, world)), world
+        return error
 
 
 def _in_words(env: Mapping[str, str], world: World) -> str:
@@ -44,13 +44,14 @@ def _in_words(env: Mapping[str, str], world: World) -> str:
     return f"{process}, {told}{inside}{meeting}"
 
 
-def _ranks(facts: Facts, world: World) -> Verdict:
-    """The verdict on a world and the GPUs of this node."""
-    local, gpus = world.local_size, len(facts.hardware.gpus)
-    try:
-        world_from(facts.environment, gpus)
-    except UserError as error:
-        return of_error("MISS", str(error), _OTHERWISE)
+def ranks(facts: Facts) -> Verdict | None:
+    """The verdict on a world and the GPUs of this node; None if the processes do not form a world."""
+    gpus, alone = len(facts.gpus), _world(facts)
+    if isinstance(alone, UserError):
+        return None
+    world, local = _world(facts, gpus), alone.local_size
+    if isinstance(world, UserError):
+        return of_error("MISS", str(world), _OTHERWISE)
     if not gpus:
         return ok(f"{local} on this node, on the CPU")
     if local > gpus:
@@ -62,17 +63,18 @@ def _ranks(facts: Facts, world: World) -> Verdict:
     return ok(f"{local} on this node, one to each GPU")
 
 
-def _cores(facts: Facts, local: int) -> Verdict:
-    """The verdict on the cores of this process, one of `local` on its node."""
-    system = facts.system
-    found = f"{system.cores} of {system.machine_cores}"
-    if system.cores == 1 < system.machine_cores:
+def cores(facts: Facts) -> Verdict:
+    """The verdict on the cores of this process and of others on its node."""
+    world = _world(facts)
+    local = 1 if isinstance(world, UserError) else world.local_size
+    found = f"{facts.cores} of {facts.machine_cores}"
+    if facts.cores == 1 < facts.machine_cores:
         return warn(
             f"{found}: this process may use a single one, for Python, data and the GPU's queue",
             "ask the launcher for more (srun --cpus-per-task 8, mpirun --bind-to none)",
         )
-    threads = system.threads
-    enough = max(1, min(system.cores, system.machine_cores // local))
+    threads = facts.threads
+    enough = max(1, min(facts.cores, facts.machine_cores // local))
     if threads and threads > enough:
         return warn(
             f"{found}; {local} process{'es' * (local > 1)} of OMP_NUM_THREADS={threads}",

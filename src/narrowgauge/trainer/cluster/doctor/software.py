@@ -8,7 +8,6 @@ with a driver older than n it may lack features added in between (NVIDIA, "CUDA 
 
 import re
 import sys
-from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, distribution, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,7 +16,6 @@ from typing import Any
 from narrowgauge.trainer.cluster.doctor.facts import (
     LIMITS,
     Facts,
-    Software,
     Verdict,
     Version,
     count,
@@ -27,7 +25,7 @@ from narrowgauge.trainer.cluster.doctor.facts import (
     release,
     warn,
 )
-from narrowgauge.trainer.cluster.doctor.torch_setup.ask_torch import TorchReport
+from narrowgauge.trainer.cluster.doctor.torch_setup.ask_torch import build_of
 from narrowgauge.trainer.cluster.doctor.torch_setup.builds import right_build
 from narrowgauge.trainer.cluster.doctor.torch_setup.import_errors import fix_of, is_absent
 
@@ -38,23 +36,18 @@ _MAKERS = {"nvidia": "NVIDIA", "amd": "AMD"}
 _WHERE = "(pytorch.org, 'Get Started', has the line)"
 
 
-def collect_software(torch: TorchReport) -> Software:
+def read_software(torch: dict[str, Any]) -> dict[str, Any]:
     """Python, torch (from its own report, or its files if it cannot be imported), and the other packages."""
     folder = folder_of("torch")
-    none = {"version": "", "cuda": "", "hip": ""}
-    known: Mapping[str, Any] = torch.software or (_written(folder) if folder else none)
-    is_known = bool(torch.software or known["version"])
-    return Software(
-        python=tuple(sys.version_info[:3]),
-        torch=known["version"],
-        error=torch.error,
-        glibc=_glibc_of(folder) if folder else (),
-        packages={name: _version(name) for name in LIMITS["packages"]},
-        build="rocm" if known["hip"] else "cuda" if known["cuda"] else "cpu" if is_known else "",
-        library=release(known["hip"] or known["cuda"] or "0.0"),
-        architectures=tuple(known.get("architectures", ())),
-        backends=tuple(known.get("backends", ())),
-        nccl=tuple(known.get("nccl", ())),
+    written = _written(folder) if folder and "torch" not in torch else build_of("", "", "")
+    return (
+        written
+        | torch
+        | {
+            "python": tuple(sys.version_info[:3]),
+            "packages": {name: _version(name) for name in LIMITS["packages"]},
+            "needed_glibc": _glibc_of(folder) if folder else (),
+        }
     )
 
 
@@ -68,17 +61,18 @@ def folder_of(name: str) -> Path | None:
     return Path(places[0]) if places[0] else None
 
 
-def _written(folder: Path) -> dict[str, str]:
-    """The versions of torch, CUDA and ROCm in `version.py` of torch's build; "" if absent."""
+def _written(folder: Path) -> dict[str, Any]:
+    """The build of torch by its `version.py`, which has the versions of torch, CUDA and ROCm."""
     try:
         text = (folder / "version.py").read_text(encoding="utf-8", errors="replace")
     except OSError:
         text = ""
-    found = {}
-    for key, name in (("version", "__version__"), ("cuda", "cuda"), ("hip", "hip")):
+
+    def value(name: str) -> str:
         match = re.search(rf"^{name}\b[^=\n]*= *['\"]([^'\"]+)['\"]", text, re.MULTILINE)
-        found[key] = match[1] if match else ""
-    return found
+        return match[1] if match else ""
+
+    return build_of(value("__version__"), value("cuda"), value("hip"))
 
 
 def _glibc_of(folder: Path) -> Version:
@@ -103,28 +97,16 @@ def _version(name: str) -> str:
         return "unknown"
 
 
-def check_software(facts: Facts) -> dict[str, Verdict]:
-    """The verdicts by item, in the order in which to fix them."""
-    return {
-        "system": _system(facts),
-        "python": _python(facts),
-        "packages": _packages(facts),
-        "torch": _torch(facts),
-        "driver": _driver(facts),
-    }
-
-
-def _system(facts: Facts) -> Verdict:
+def system(facts: Facts) -> Verdict:
     """The verdict on the operating system, the C library and the processor."""
-    system, software = facts.system, facts.software
-    if system.name == "Windows":
+    if facts.system == "Windows":
         return warn(
-            f"Windows {system.machine}: the library, recipes, formats and doctor work, runs do not",
+            f"Windows {facts.machine}: the library, recipes, formats and doctor work, runs do not",
             "use WSL 2 (Windows Subsystem for Linux) for everything else",
         )
-    if system.name != "Linux":
-        found = f"{system.name} {system.machine}"
-        if software.error and system.machine != "arm64":
+    if facts.system != "Linux":
+        found = f"{facts.system} {facts.machine}"
+        if facts.torch_error and facts.machine != "arm64":
             return miss(found, "use Linux, or a Mac with an Apple processor: there is no torch for others")
         return warn(f"{found}: narrowgauge was written and tested on Linux", "use Linux for runs that matter")
     return _linux(facts)
@@ -132,33 +114,32 @@ def _system(facts: Facts) -> Verdict:
 
 def _linux(facts: Facts) -> Verdict:
     """The verdict on a Linux. The requirements of torch's wheels matter only if torch cannot be imported."""
-    system, software = facts.system, facts.software
-    needed = software.glibc or _OLDEST["glibc"]
-    library = f"glibc {dotted(system.glibc)}" if system.glibc else "a C library other than glibc"
-    found = f"Linux {system.machine}, {library}"
-    if software.error and system.machine not in ("x86_64", "aarch64"):
+    needed = facts.needed_glibc or _OLDEST["glibc"]
+    library = f"glibc {dotted(facts.glibc)}" if facts.glibc else "a C library other than glibc"
+    found = f"Linux {facts.machine}, {library}"
+    if facts.torch_error and facts.machine not in ("x86_64", "aarch64"):
         return miss(found, "build torch from its source: it has wheels for x86_64 and aarch64")
-    if software.error and (not system.glibc or system.glibc < needed):
-        whose = f"torch {software.torch}" if software.torch else "torch's wheels"
+    if facts.torch_error and (not facts.glibc or facts.glibc < needed):
+        whose = f"torch {facts.torch}" if facts.torch else "torch's wheels"
         return miss(
-            f"{found}; {whose} need{'s' if software.torch else ''} glibc {dotted(needed)} or later",
+            f"{found}; {whose} need{'s' if facts.torch else ''} glibc {dotted(needed)} or later",
             "use a newer Linux (RHEL 8, Debian 10, Ubuntu 20.04 or later), or a container of one (Apptainer, "
             "Docker)",
         )
-    if system.machine != "x86_64" or not system.cpu:
+    if facts.machine != "x86_64" or not facts.cpu:
         return ok(found)
-    if "avx2" not in system.cpu:
+    if "avx2" not in facts.cpu:
         return warn(
             f"{found}, no AVX2: torch is slow here, and a build for later processors ends in SIGILL",
             "choose a machine with AVX2, or in a virtual machine a CPU model that shows it (-cpu host)",
         )
-    best = "AVX-512" if "avx512f" in system.cpu else "AVX2"
-    return ok(f"{found}, {best}" + (", AMX" if "amx_bf16" in system.cpu else ""))
+    best = "AVX-512" if "avx512f" in facts.cpu else "AVX2"
+    return ok(f"{found}, {best}" + (", AMX" if "amx_bf16" in facts.cpu else ""))
 
 
-def _packages(facts: Facts) -> Verdict:
+def packages(facts: Facts) -> Verdict:
     """The verdict on the packages other than torch."""
-    there = facts.software.packages
+    there = facts.packages
     missing = [name for name, version in there.items() if not version]
     if missing:
         return miss(f"missing: {', '.join(missing)}", f"python -m pip install {' '.join(missing)}")
@@ -170,28 +151,30 @@ def _packages(facts: Facts) -> Verdict:
     return ok(", ".join(f"{name} {version}" for name, version in there.items()))
 
 
-def _python(facts: Facts) -> Verdict:
-    version, oldest = facts.software.python, _OLDEST["python"]
+def python(facts: Facts) -> Verdict:
+    """The verdict on the version of Python."""
+    version, oldest = facts.python, _OLDEST["python"]
     if version[:2] < oldest:
         return miss(dotted(version), f"install Python {dotted(oldest)} or later")
     newest = _OLDEST["newest_python"]
-    if facts.software.error and version[:2] > newest:
+    if facts.torch_error and version[:2] > newest:
         found = f"{dotted(version)}, for which torch may have no wheel yet"
         return warn(found, f"install Python {dotted(oldest)} to {dotted(newest)}")
     return ok(dotted(version))
 
 
-def _torch(facts: Facts) -> Verdict:
-    software, makers = facts.software, facts.hardware.makers
-    if not software.torch:
+def torch(facts: Facts) -> Verdict:
+    """The verdict on the version and the build of torch."""
+    makers, error = facts.makers, facts.torch_error
+    if not facts.torch:
         return miss(*_absent(facts))
-    library = f" {dotted(software.library)}" if software.build != "cpu" else ""
-    found = f"{software.torch}, built for {_NAMES.get(software.build, 'CPUs')}{library}"
-    if release(software.torch) < _OLDEST["torch"]:
+    library = f" {dotted(facts.library)}" if facts.build != "cpu" else ""
+    found = f"{facts.torch}, built for {_NAMES.get(facts.build, 'CPUs')}{library}"
+    if release(facts.torch) < _OLDEST["torch"]:
         return miss(found, f"install {_right_build(facts, max(makers, default=''))}")
-    if software.error:
-        return miss(f"{found}; it does not import: {software.error}", fix_of(software.error))
-    if makers and not any(_BUILDS[maker] == software.build for maker in makers):
+    if error:
+        return miss(f"{found}; it does not import: {error}", fix_of(error))
+    if makers and not any(_BUILDS[maker] == facts.build for maker in makers):
         maker = max(makers)
         return miss(
             f"{found}; this machine has {count(makers.count(maker), f'{_MAKERS[maker]} GPU')}",
@@ -202,7 +185,7 @@ def _torch(facts: Facts) -> Verdict:
 
 def _absent(facts: Facts) -> tuple[str, str]:
     """(what was found, the fix) if torch is not installed."""
-    error, makers = facts.software.error, facts.hardware.makers
+    error, makers = facts.torch_error, facts.makers
     if not is_absent(error):
         return f"it does not import: {error}", fix_of(error)
     if makers:
@@ -217,16 +200,16 @@ def _right_build(facts: Facts, maker: str) -> str:
     """The build of torch for a GPU of this maker; "" for a machine without one."""
     if maker == "amd":
         return f"torch {dotted(_OLDEST['torch'])} or later, built for ROCm"
-    build = right_build(facts.hardware) if maker else None
+    build = right_build(facts) if maker else None
     return str(build) if build else f"torch {dotted(_OLDEST['torch'])} or later"
 
 
-def _driver(facts: Facts) -> Verdict:
-    hardware, software = facts.hardware, facts.software
-    if not hardware.makers:
+def driver(facts: Facts) -> Verdict:
+    """The verdict on the driver of the GPUs."""
+    if not facts.makers:
         return ok("no GPU, no driver")
-    newest, found = hardware.driver_cuda, hardware.driver or "of unknown version"
-    if "nvidia" not in hardware.makers:
+    newest, found = facts.driver_cuda, facts.driver or "of unknown version"
+    if "nvidia" not in facts.makers:
         return ok(f"amdgpu {found}")
     if newest is None:
         return miss(
@@ -239,10 +222,10 @@ def _driver(facts: Facts) -> Verdict:
     )
     if newest < _OLDEST["cuda"]:
         return miss(f"{found}; torch {dotted(_OLDEST['torch'])} and later bring CUDA 12 or 13", update)
-    if software.build != "cuda" or newest >= software.library:
+    if facts.build != "cuda" or newest >= facts.library:
         return ok(found)
-    built = f"torch was built for CUDA {dotted(software.library)}"
+    built = f"torch was built for CUDA {dotted(facts.library)}"
     fix = f"{update}, or install {_right_build(facts, 'nvidia')}"
-    if newest[0] < software.library[0]:
+    if newest[0] < facts.library[0]:
         return miss(f"{found}; {built}", fix)
     return warn(f"{found}; {built}: it runs, without what is newer than the driver", fix)

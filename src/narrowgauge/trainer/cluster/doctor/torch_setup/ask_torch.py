@@ -7,11 +7,11 @@ doctor looks for other users of the GPUs.
 
 import json
 import sys
-from dataclasses import dataclass, field
 from signal import Signals
 from typing import Any
 
 from narrowgauge.system.processes import Output, output_of
+from narrowgauge.trainer.cluster.doctor.facts import release
 from narrowgauge.trainer.cluster.doctor.torch_setup.import_errors import UNKNOWN, words_of_import
 
 _SECONDS = 120.0
@@ -19,35 +19,25 @@ _ASK = "from narrowgauge.trainer.cluster.doctor.torch_setup.ask_torch import ans
 _MARK = "narrowgauge-doctor:"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TorchReport:
-    """What torch reports about itself and the GPUs it sees."""
+def ask_torch() -> dict[str, Any]:
+    """What torch reports about itself and the GPUs it sees, as `Facts`, if only `torch_error`.
 
-    error: str = ""  # why importing torch fails; "" if it succeeds
-    # `version`, `cuda`, `hip`, `architectures`, `backends` and `nccl` of torch
-    software: dict[str, Any] = field(default_factory=dict)
-    gpus: tuple[dict[str, Any], ...] = ()  # the fields of `Gpu` for each GPU, and its `uuid`
-    gpu_error: str = ""  # torch's output if listing the GPUs failed
-
-
-def ask_torch() -> TorchReport:
-    """The report of a process that imports torch; a CPU build already imported is queried directly."""
+    A process imports it; a CPU build that is already imported is queried directly. `gpus` are the fields of
+    `Gpu` for each, and its `uuid`.
+    """
     torch = sys.modules.get("torch")
     if torch is not None and not (torch.version.cuda or torch.version.hip):
-        return TorchReport(software=_software(torch))
+        return _software(torch)
     return parse_report(output_of([sys.executable, "-c", _ASK], _SECONDS))
 
 
-def parse_report(output: Output) -> TorchReport:
+def parse_report(output: Output) -> dict[str, Any]:
     """The report in the line that `answer` prints, or why that line is missing."""
     lines = [line for line in output.out.splitlines() if line.startswith(_MARK)]
-    report: dict[str, Any] = json.loads(lines[-1].removeprefix(_MARK)) if lines else {}
-    if "software" in report:
-        crash = "" if report["asked"] else _end_of(output)
-        return TorchReport(
-            software=report["software"], gpus=tuple(report["gpus"]), gpu_error=crash or report["gpu_error"]
-        )
-    return TorchReport(error=report.get("error") or _end_of(output))
+    report = json.loads(lines[-1].removeprefix(_MARK)) if lines else {"torch_error": _end_of(output)}
+    if not report.pop("asked", True):
+        report["gpu_error"] = _end_of(output)
+    return {name: tuple(x) if isinstance(x, list) else x for name, x in report.items()}
 
 
 def _end_of(output: Output) -> str:
@@ -63,26 +53,25 @@ def answer() -> None:
     try:
         import torch  # here: the doctor imports this file, and never torch
     except Exception as error:  # anything that a broken installation raises is a result
-        print(_MARK + json.dumps({"error": words_of_import(error)}))
+        print(_MARK + json.dumps({"torch_error": words_of_import(error)}))
         return
     try:
-        software = _software(torch)
+        report = _software(torch)
     except Exception as error:
-        print(_MARK + json.dumps({"error": f"{UNKNOWN}: {words_of_import(error)}"}))
+        print(_MARK + json.dumps({"torch_error": f"{UNKNOWN}: {words_of_import(error)}"}))
         return
-    report: dict[str, Any] = {"software": software, "gpus": [], "gpu_error": "", "asked": False}
-    print(_MARK + json.dumps(report), flush=True)
+    print(_MARK + json.dumps(report | {"asked": False}), flush=True)
     try:
-        if software["cuda"] or software["hip"]:
+        if report["build"] != "cpu":
             torch.cuda.init()
             report["gpus"] = [_gpu(torch, index) for index in range(torch.cuda.device_count())]
     except Exception as error:
         report["gpu_error"] = words_of_import(error)
-    print(_MARK + json.dumps(report | {"asked": True}), flush=True)
+    print(_MARK + json.dumps(report), flush=True)
 
 
 def _software(torch: Any) -> dict[str, Any]:
-    """The fields of `TorchReport.software`; raises if torch lacks a name that this package needs."""
+    """Torch's part of `Facts`, without GPUs; raises if torch lacks a name that this package needs."""
     from narrowgauge.system.torch_compat import cuda_architectures
 
     backends: list[str] = []
@@ -91,13 +80,17 @@ def _software(torch: Any) -> dict[str, Any]:
         known = {"gloo": distributed.is_gloo_available, "nccl": distributed.is_nccl_available}
         backends = [name for name, is_there in known.items() if is_there()]
     return {
-        "version": torch.__version__,
-        "cuda": torch.version.cuda or "",
-        "hip": torch.version.hip or "",
-        "architectures": cuda_architectures(),
-        "backends": backends,
+        **build_of(str(torch.__version__), torch.version.cuda or "", torch.version.hip or ""),
+        "architectures": tuple(cuda_architectures()),
+        "backends": tuple(backends),
         "nccl": torch.cuda.nccl.version()[:3] if is_gpu and "nccl" in backends else (),
     }
+
+
+def build_of(version: str, cuda: str, hip: str) -> dict[str, Any]:
+    """A build of torch as `Facts`, from its version and those of CUDA and ROCm."""
+    build = "rocm" if hip else "cuda" if cuda else "cpu" if version else ""
+    return {"torch": version, "build": build, "library": release(hip or cuda or "0.0")}
 
 
 def _gpu(torch: Any, index: int) -> dict[str, Any]:

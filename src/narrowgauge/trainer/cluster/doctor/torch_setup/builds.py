@@ -9,7 +9,7 @@ import tomllib
 from dataclasses import dataclass
 
 from narrowgauge.system.files import shipped_text
-from narrowgauge.trainer.cluster.doctor.facts import Hardware, Version, dotted
+from narrowgauge.trainer.cluster.doctor.facts import Facts, Version, dotted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,7 @@ def build_for(capability: Version, driver: Version | None = None) -> Build | Non
     return known[-1] if known else running[0] if running else None
 
 
-def right_build(hardware: Hardware) -> Build | None:
+def right_build(facts: Facts) -> Build | None:
     """The build for the NVIDIA GPUs of a machine: for the oldest of them, if they differ."""
-    seen = [gpu.capability for gpu in hardware.gpus if gpu.maker == "nvidia"]
-    return build_for(min(hardware.capabilities or seen, default=()), hardware.driver_cuda)
+    seen = [gpu.capability for gpu in facts.gpus if gpu.maker == "nvidia"]
+    return build_for(min(facts.capabilities or seen, default=()), facts.driver_cuda)
