@@ -1,16 +1,15 @@
-"""The atlas: what it holds, its errors, and the published files that it is read from."""
+"""The atlas: what it holds, and its errors."""
 
 import csv
 from pathlib import Path
 
 import pytest
 
-from atlas import ladder_rows, quartet2_rows
+from atlas import ladder_rows
 from narrowgauge.forecast import COLUMNS, described, read_atlas
 from narrowgauge.system.errors import UserError
 
 ROOT = Path(__file__).parents[2]
-PUBLISHED = ROOT.parent / "shared" / "data" / "published" / "quartet2_runs.csv"
 GOOD = {
     "source": "a paper",
     "locator": "table 1",
@@ -54,19 +53,6 @@ def test_gaps_are_those_of_the_losses_and_schemes_cost_what_a_paper_shows():
     gaps = {recipe: at.where(recipe=recipe).points[0].gap_percent for recipe in set(at.column("recipe"))}
     order = "quartet2-128 nvfp4-eden tetrajet2-tensor nvfp4-random-signs-4over6 nvfp4-random-signs"
     assert " ".join(sorted(order.split(), key=gaps.__getitem__)) == order
-
-
-@pytest.mark.skipif(not PUBLISHED.exists(), reason=f"{PUBLISHED} is not beside this checkout")
-def test_the_rows_of_quartet_2_are_those_of_the_published_file():
-    with (ROOT / "src/narrowgauge/forecast/atlas.csv").open(encoding="utf-8", newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["locator"].startswith("for_plots")]
-    assert rows == list(quartet2_rows(PUBLISHED))
-    with PUBLISHED.open(encoding="utf-8", newline="") as file:
-        published = [r for r in csv.DictReader(file) if r["group"] != "baseline"]
-    assert len(rows) == len(published)
-    for row, run in zip(rows, published, strict=True):
-        assert (row["params"], row["tokens"]) == (run["N"], run["D"])
-        assert float(row["loss"]) == pytest.approx(float(run["final_loss"]), abs=1e-5)
 
 
 def test_the_rows_of_our_ladder_are_those_of_its_runs():

@@ -120,23 +120,6 @@ def test_derivatives_of_the_curves_are_those_of_differences(curve):
     assert (ahead - value) / 1e-6 == pytest.approx(exponent, abs=1e-4)
 
 
-def test_known_kappas_noise_and_covariates_come_back():
-    draw = np.random.default_rng(3)
-    points = synthetic(draw, 0.17, 0.02)
-    kappas = {one.setting.recipe: one.gap / (one.setting.tokens_per_param / 100) ** 0.17 for one in points}
-    for one in list(points):  # the same with a quarter of the blocks wide: a gap of 0.75^1.5
-        gap = kappas[one.setting.recipe] * (one.setting.tokens_per_param / 100) ** 0.17 * 0.75**1.5
-        s = setting(one.setting.recipe, one.setting.params, one.setting.tokens, sides=("fprop",), tail=0.25)
-        points.append(Observed(s, gap + draw.normal(0, 0.02)))
-    law = fit_law(points, curve=Power())
-    tau, deviation = law.coefficient("tail")
-    assert tau == pytest.approx(1.5, abs=max(0.1, 3 * deviation))
-    for name, kappa in kappas.items():
-        found = law.predict(setting(name, 1e8, 1e10, sides=("fprop",)))
-        assert found.gap == pytest.approx(kappa, rel=0.05)
-    assert 0.01 < law.noise["mine"] < 0.05
-
-
 def test_parts_of_a_recipe_add_up_and_a_hint_moves_a_part_nobody_has_trained():
     draw = np.random.default_rng(4)
     law = fit_law(synthetic(draw, 0.17), curve=Power())

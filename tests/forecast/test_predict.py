@@ -3,12 +3,10 @@
 import csv
 import hashlib
 import json
-import math
 import re
 import subprocess
 import sys
 import tomllib
-from datetime import date
 from pathlib import Path
 
 import pytest
@@ -21,10 +19,8 @@ from narrowgauge.forecast.noise import TABLE, cast_text, measured_noise
 from narrowgauge.forecast.published import loss_of
 from narrowgauge.recipes import GEMM_PLACES, recipe_names
 from narrowgauge.system.errors import UserError
-from narrowgauge.system.t_interval import Interval
 from narrowgauge.trainer.cli.main import main
 from narrowgauge.trainer.models import model_names
-from narrowgauge.trainer.report.verdict.verdict import DIVERGED, DONE, Row, rows_text
 
 
 @pytest.fixture(scope="module")
@@ -233,52 +229,3 @@ def test_registered_forecasts_stay_as_they_were_registered(day, count, digest):
     ]
     assert len(found) == len({row[:3] for row in found}) == count
     assert hashlib.sha256(repr(sorted(found)).encode()).hexdigest()[:16] == digest
-
-
-def test_a_forecast_is_registered_once_until_it_changes(tmp_path, monkeypatch):
-    path, day = tmp_path / "forecasts.csv", date(2030, 1, 1)
-    monkeypatch.setattr(registry, "REGISTRY", path)
-    monkeypatch.setattr(registry, "recipe_names", lambda: [])
-    monkeypatch.setattr(registry, "UNPUBLISHED", [("nvfp4", 1e9, 2e10), ("mxfp8", 1e9, 2e10)])
-    assert [registry.register(day), registry.register(day)] == [2, 0]
-    rows = path.read_text(encoding="utf-8").splitlines()
-    first = rows[1].split(",")
-    path.write_text(
-        "\n".join([rows[0], ",".join([*first[:5], "9.999", first[6], "0.7", "a paper"]), *rows[2:]]) + "\n"
-    )
-    assert registry.register(date(2030, 1, 2)) == 1
-    text = path.read_text(encoding="utf-8").splitlines()
-    assert text[1].split(",")[5] == "9.999"  # what was registered stays
-    assert text[3].startswith("2030-01-02,nvfp4,")
-    assert [one.outcome for one in registry.sealed() if one.key[1] == 1e9] == [0.7, None, None]
-
-
-def test_rows_of_ladder_2_score_the_forecasts_of_their_setting(tmp_path, monkeypatch):
-    """The mean over seeds, each paired by its seed; an arm that diverged is in no interval."""
-    losses = {("bf16", 1): 4.0, ("bf16", 2): 5.0, ("mxfp8", 1): 4.04, ("mxfp8", 2): 5.1, ("nvfp4", 3): 4.0}
-    small = [Row(arm, seed, 1, 1_638_400, loss, loss, DONE) for (arm, seed), loss in losses.items()]
-    small.append(Row("mxfp4", 1, 1, 1_638_400, math.nan, math.nan, DIVERGED))
-    large = [Row(arm, 1, 1, 21_299_200, loss, loss, DONE) for arm, loss in (("bf16", 4.0), ("nvfp4", 4.04))]
-    (tmp_path / "stages").mkdir()
-    for part, rows in (("300k-5", small), ("1m-25", large)):
-        (tmp_path / "stages" / f"{part}.csv").write_text(rows_text(rows))
-    monkeypatch.setattr(registry, "ROWS", tmp_path)
-    found = {(one.day, *one.key): one for one in registry.sealed() if one.pairs}
-    assert {key[1:3] for key in found} == {("mxfp8", 327680.0), ("mxfp4", 327680.0), ("nvfp4", 851968.0)}
-    mxfp8 = found["2026-11-27", "mxfp8", 327680.0, 1638400.0]
-    assert mxfp8.pairs == pytest.approx((1.0, 2.0))
-    assert mxfp8.outcome == pytest.approx(1.5)
-    assert found["2026-11-25", "nvfp4", 851968.0, 21299200.0].outcome == pytest.approx(1.0)
-    text = forecasts.registered()
-    assert "4 have an outcome, 2 of them inside" in text
-    assert "| `mxfp4` | 0.3277 M, 1.638 M |  | 1.94 (0.20 to 5.28) | inf | 1 | no | ladder 2 |" in text
-
-
-def test_a_score_is_that_of_a_table_of_forecasts():
-    forecasts_of = [Interval(1.0, 0.0, 3.0), Interval(2.0, 1.0, 3.0), Interval(0.1, -1.0, 1.0)]
-    score = forecasts.Score(forecasts_of, [2.0, 0.5, 0.05])
-    assert score.coverage == pytest.approx(2 / 3)
-    assert score.error == pytest.approx((1.0 + 1.5 + 0.05) / 3)
-    assert score.bias == pytest.approx(math.sqrt(0.5 * 4))
-    assert score.factor == pytest.approx(math.sqrt(2 * 4))
-    assert score.reach == pytest.approx(1.5)

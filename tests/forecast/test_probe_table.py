@@ -28,17 +28,3 @@ def test_kappa_is_the_gap_at_a_hundred_tokens_per_parameter():
     backward, _, is_forward = kappa("nvfp4-eden-backward")
     assert not is_forward
     assert backward == pytest.approx(0.215, abs=0.001)
-
-
-def test_a_forecast_leaves_its_own_scheme_out():
-    figures = {
-        "gradient_bias": {"mean": 0.0},
-        "noise_ratio": {"mean": None},
-        "gradient_cosine": {"mean": 0.9},
-    }
-    names = ("nvfp4-forward", "nvfp4-square-forward")
-    x = dict(zip(names, (0.01, 0.02), strict=True))
-    recipes = {name: figures | {"loss_increase": {"mean": x[name]}} for name in names}
-    first, second = compared({"recipes": recipes})
-    assert first["forecast"] == pytest.approx(0.01 * kappa(names[1])[0] / 0.02)
-    assert second["forecast"] == pytest.approx(0.02 * kappa(names[0])[0] / 0.01)
