@@ -170,20 +170,11 @@ class MakeRun:
             if step % every == 0:
                 line["val_loss"] = loss + 0.03
             lines.append(line)
-            lines += self.events(step, steps, every, worse)
+            if step % every == 0:
+                lines.append({"event": "save", "step": step, "seconds": 0.4})
+            if step == steps // 2:
+                lines.append({"event": "resume", "step": step, "reason": "the machine was restarted"})
         return lines
-
-    def events(self, step: int, steps: int, every: int, worse: float) -> list[dict[str, Any]]:
-        happened: list[dict[str, Any]] = []
-        if step % every == 0:
-            happened.append({"event": "save", "step": step, "seconds": 0.4})
-        if step == steps // 2:
-            happened.append({"event": "resume", "step": step, "reason": "the machine was restarted"})
-        if step == 2 * steps // 3 and worse > 0.1:
-            happened.append(
-                {"event": "skip", "step": step, "reason": "the gradient norm was 41 times the median"}
-            )
-        return happened
 
 
 @pytest.fixture

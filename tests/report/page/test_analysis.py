@@ -98,37 +98,20 @@ AUDIT = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("section", "event", "words"),
-    [
-        (
-            "Memory</h2>",
-            {"event": "memory", **MEMORY, "parameters": 2**18, "expected": {"peak": 2**23}},
-            (
-                'style="width:37.500%"',
-                'data-text="fp8, weights: 3.0 MiB (12.00)"',
-                'class="mark" style="left:100.000%"',
-            ),
-        ),
-        (
-            "The linear layers",
-            {"event": "audit", "step": 1, "layers": AUDIT},
-            (
-                " in the first step: 2, 1 with a note",
-                "<code>b&lt;</code>",  # the unusual first
-                "<td>-</td><td>-</td><td>-</td><td>not converted: &lt;why&gt;</td>",
-                "<code>a</code>",
-                "<td>e4m3 x e4m3</td><td>2</td><td>yes</td><td></td>",
-            ),
-        ),
-        (
-            "Step time</h2>",
-            {"event": "step time", "step": 5, "ms": {"gemm": 30.0, "idle": 10}, "floor_ms": {"gemm": 20}},
-            ('style="width:75.000%"', "fp8, floor, gemm: 20 ms"),
-        ),
-    ],
-    ids=["memory", "audit", "step time"],
-)
+#: The title of a section, its event, and what it draws.
+SECTIONS = [
+    ("Memory</h2>", {"event": "memory", **MEMORY, "parameters": 2**18, "expected": {"peak": 2**23}},
+     ['style="width:37.500%"', 'data-text="fp8, weights: 3.0 MiB (12.00)"', 'style="left:100.000%"']),
+    ("The linear layers", {"event": "audit", "step": 1, "layers": AUDIT},
+     [" in the first step: 2, 1 with a note", "<code>b&lt;</code>", "<td>e4m3 x e4m3</td><td>2</td>",
+      "<td>-</td><td>-</td><td>-</td><td>not converted: &lt;why&gt;</td>"]),
+    ("Step time</h2>",
+     {"event": "step time", "step": 5, "ms": {"gemm": 30.0, "idle": 10}, "floor_ms": {"gemm": 20}},
+     ['style="width:75.000%"', "fp8, floor, gemm: 20 ms"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("section", "event", "words"), SECTIONS, ids=["memory", "audit", "step time"])
 def test_a_section_is_drawn_to_scale_or_left_out(make_run, section, event, words):
     path = make_run()
     assert section not in render_report([read_run(path)])

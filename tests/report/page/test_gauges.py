@@ -8,7 +8,7 @@ import torch
 from narrowgauge.quantization import make_cast, quantize
 from narrowgauge.quantization.gauges.figures import figures, gauge_operand
 from narrowgauge.trainer.report import render_report
-from narrowgauge.trainer.report.page.gauges import gauges, heat_data, no_gauges
+from narrowgauge.trainer.report.page.gauges import gauges, heat_data
 from narrowgauge.trainer.report.read.run import read_run
 
 
@@ -82,33 +82,21 @@ def test_of_many_layers_the_noisiest_are_shown(with_lines):
     assert together <= 4 * len(shown), "several runs share the room"
 
 
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        ("[gauges]\nevery = 0\n", "gauges.every = 0 switched them off; --gauges.every 100 reads every 100th"),
-        (
-            "[gauges]\nevery = 500\n",
-            "gauges.every = 500, and step 200 was the last; besides every 500th step",
-        ),
-        ("[gauges]\nevery = 100\n", "gauges.jsonl is missing or empty"),
-        ("", "gauges.jsonl is missing or empty"),
-        ("compiled", "training.compile = true, and compiled code"),
-    ],
-)
-def test_a_run_without_readings_says_why(make_run, config, words):
+#: Of a run without readings: [training] compile, [gauges] every, and why there are none.
+WITHOUT = [
+    ("false", 0, "gauges.every = 0 switched them off; --gauges.every 100 reads every 100th"),
+    ("false", 500, "gauges.every = 500, and step 200 was the last; besides every 500th step"),
+    ("false", 100, "gauges.jsonl is missing or empty"),
+    ("true", 0, "training.compile = true, and compiled code"),
+]
+
+
+@pytest.mark.parametrize(("compiled", "every", "words"), WITHOUT)
+def test_a_run_without_readings_says_why(make_run, compiled, every, words):
     path = make_run()
-    if config == "compiled":
-        make_run.set(path, "compile = false", "compile = true")
-        config = "[gauges]\nevery = 0\n"
-    make_run.set(path, "keep = 2\n", f"keep = 2\n{config}")
+    make_run.set(path, "compile = false", f"compile = {compiled}")
+    make_run.set(path, "keep = 2\n", f"keep = 2\n[gauges]\nevery = {every}\n")
     assert f"<p>No gauges: {words}" in render_report([read_run(path)])
-
-
-def test_runs_with_one_reason_are_one_sentence(with_lines, make_run):
-    names = [make_run(f"r{i}") for i in range(6)]
-    measured = with_lines([line(1, "a", "fprop.x", **operand(1.0))], "read")
-    (sentence,) = no_gauges([measured, *map(read_run, names)])
-    assert sentence.startswith("No gauges of r0, r1, r2, r3, and 2 more: ")
 
 
 def test_what_was_read_lies_at_its_step_layer_and_place_of_the_map(with_lines):

@@ -78,35 +78,16 @@ def test_a_comparison_reads_in_order_without_its_script(five):
     assert re.findall(r"<code>(.*?)</code>", table) == ["recipe.name"], "differences come first"
 
 
-def test_twins_are_called_identical(make_run):
-    assert "The configurations are identical." in page_of(make_run("a"), make_run("b"))
-
-
-def test_one_run_shows_its_whole_configuration_and_no_gap(make_run):
-    html = words_of(make_run("solo", mfu=0.3, backend="native"))
-    for word in ("<h1>solo</h1>", "<dt>warmup_steps</dt><dd>20</dd>", "989 TFLOP/s", "in training steps"):
-        assert word in html
-    lead = html.partition("<h2>")[0]
-    assert "reference" not in html
-    assert "UTC" not in lead, "it recorded no origin"
-
-
 def test_the_page_says_when_where_and_by_what_a_run_was_made(make_run):
     path = make_run("solo", steps=20)
-    origin = {"host": "vale", "version": "0.1.0", "command": "narrowgauge <b>"}
-    times = {
-        "start": origin | {"time": "2026-11-22T07:30:00+00:00"},
-        "done": {"time": "2026-11-23T08:00:00+02:00"},
-    }
+    assert "UTC" not in page_of(path), "it recorded no origin"
+    start = {"host": "vale", "version": "0.1.0", "command": "<b>", "time": "2026-11-22T07:30:00+00:00"}
+    times = {"start": start, "done": {"time": "2026-11-23T08:00:00+02:00"}}
     make_run.edit(path, lambda line: times.get(line["event"]) if "event" in line else {})
     html = page_of(path)
-    for words in (
-        "2026-11-22 07:30 to 2026-11-23 06:00 UTC",
-        "vale, cpu",
-        "narrowgauge 0.1.0, torch 2.13.0",
-        "<code>narrowgauge &lt;b&gt;</code>",
-    ):
+    for words in ("2026-11-22 07:30 to 2026-11-23 06:00 UTC", "vale, cpu", "narrowgauge 0.1.0, torch 2.13.0"):
         assert words in html
+    assert "<code>&lt;b&gt;</code>" in html
 
 
 def test_the_page_holds_the_recipe(make_run):

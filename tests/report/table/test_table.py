@@ -5,22 +5,10 @@ import io
 import pytest
 from rich.console import Console
 
-from narrowgauge.system.units import signed_percent
 from narrowgauge.trainer.report import print_comparison, read_run, read_runs, table_notes, table_rows
 from narrowgauge.trainer.report.verdict.groups import gap_to
 
-COLUMNS = [
-    "run",
-    "val loss",
-    "gap",
-    "verdict",
-    "train loss",
-    "tokens/s",
-    "memory",
-    "MFU",
-    "arithmetic",
-    "status",
-]
+COLUMNS = "run, val loss, gap, verdict, train loss, tokens/s, memory, MFU, arithmetic, status"
 
 
 @pytest.fixture
@@ -46,7 +34,7 @@ def printed(runs, width):
 
 def test_rows_hold_what_the_runs_say(runs):
     rows, (first, second, third) = rows_of(runs), runs
-    assert list(rows[0]) == COLUMNS, "the gap beside the loss"
+    assert ", ".join(rows[0]) == COLUMNS, "the gap beside the loss"
     assert [row["train loss"] for row in rows] == [f"{run.final_train_loss:.4f}" for run in runs]
     excess = 100 * (second.final_val_loss / first.final_val_loss - 1)
     assert [row["gap"] for row in rows[:2]] == ["reference", f"{excess:+.2f} %"]
@@ -64,11 +52,8 @@ def test_emulated_arithmetic_has_a_star_at_its_speed_and_no_mfu(runs):
     assert "*" not in rows[0]["tokens/s"]
     assert rows[1]["tokens/s"].endswith("* (1.00x)")
     assert any(note.startswith("* Emulated") for note in notes)
-    assert not any("Emulated" in note for note in table_notes(runs[:1]))
-    assert not any("MFU is" in note for note in table_notes(runs[1:]))
     assert "MFU is a share of 989 TFLOP/s, dense BF16 of an H100 SXM." in notes
     assert "mxfp4 was stopped: signal 15" in notes
-    assert not any("different numbers of tokens" in note for note in notes)
 
 
 def test_a_warm_up_with_a_spike_is_said_to_begin_in_chaos(make_run):
@@ -81,16 +66,6 @@ def test_a_warm_up_with_a_spike_is_said_to_begin_in_chaos(make_run):
     assert note.startswith("The gradient norm spikes in the warm-up of bf16, up to 30 times the median")
     assert "This comparison begins in chaos: pairs deviate by about 0.5 % whatever the format" in note
     assert "chaos" not in " ".join(table_notes([read_run(path)]))
-
-
-def test_different_peaks_are_one_note(make_run):
-    paths = [make_run(name, backend="native", mfu=0.2) for name in "abc"]
-    for path in paths[1:]:
-        make_run.append(path, '{"event": "resume", "step": 200, "peak_source": "another peak"}\n')
-    assert [note for note in table_notes(read_runs(paths)) if note.startswith("MFU")] == [
-        "MFU does not compare here, since the runs have different yardsticks: "
-        "989 TFLOP/s, dense BF16 of an H100 SXM (a); another peak (b, c)."
-    ]
 
 
 @pytest.fixture
@@ -155,7 +130,3 @@ def test_a_terminal_of_any_width_shows_every_number_unbroken(runs, width):
 
 def test_a_name_that_looks_like_markup_is_printed_as_it_is(make_run):
     assert "[bold]x" in printed([read_run(make_run("[bold]x"))], 200)
-
-
-def test_a_gap_that_rounds_to_nothing_has_no_sign():
-    assert [signed_percent(percent) for percent in (-0.0004, 0.0, -0.006)] == ["0.00 %", "0.00 %", "-0.01 %"]

@@ -54,10 +54,8 @@ def test_runs_on_other_tokens_or_without_parts_have_no_error(validated, make_run
 
 def test_the_note_of_one_seed_says_what_more_tokens_do(validated):
     runs = [validated("bf16", FOUR), validated("fp8", [4.1, 4.1, 4.2, 4.4])]
-    assert (
-        "The 16,384 held-out tokens alone make a gap deviate by 0.7 %; four times as many "
-        "(--validation.batches 32, or [experiment] held_out_tokens) halve that."
-    ) in table_notes(read_runs(runs))
+    (note,) = [note for note in table_notes(read_runs(runs)) if "held-out" in note]
+    assert note.startswith("The 16,384 held-out tokens alone make a gap deviate by 0.7 %; four times as many")
 
 
 @pytest.mark.parametrize(("luck", "is_told"), [(0.0, True), (0.3, False)])

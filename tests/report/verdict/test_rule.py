@@ -1,12 +1,10 @@
 """The rule of verdicts against the tables of Student and Dunnett, and in simulated experiments."""
 
 import math
-import statistics
 
 import numpy as np
 import pytest
 
-from narrowgauge.system.t_interval import t_quantile
 from narrowgauge.trainer.experiment.power import Plan, power_text, seeds_for_equality, smallest_gap
 from narrowgauge.trainer.report.verdict import rule
 from narrowgauge.trainer.report.verdict.rule import MARGIN, Judgement, Spread, judge, pooled_spread
@@ -32,13 +30,6 @@ def judged(gaps, known=0.0):
     return judge({arm: by_seed(values) for arm, values in enumerate(gaps)}, range(len(gaps)), known)
 
 
-def test_one_arm_is_students_interval():
-    gaps = [0.3, -0.1, 0.25, 0.4]
-    (found,) = judge({"fp8": by_seed(gaps)}, ["fp8"]).values()
-    assert found.half_width == pytest.approx(t_quantile(3) * statistics.stdev(gaps) / 2)
-    assert found.mean == pytest.approx(0.2125)
-
-
 def test_critical_values_are_those_of_dunnetts_table():
     found = {key: rule.critical_value(*key) for key in DUNNETT}
     assert found == pytest.approx(DUNNETT, abs=0.006)
@@ -52,24 +43,17 @@ def test_two_seeds_that_agree_by_luck_prove_nothing():
     assert alone.word("open") == "worse, within 0.25 %", "without knowledge the two are all there is"
 
 
-@pytest.mark.parametrize(("arms", "seeds", "deviation"), [(1, 2, 2.0), (3, 2, 0.5), (7, 5, 0.5), (3, 3, 1.5)])
+@pytest.mark.parametrize(
+    ("arms", "seeds", "deviation"), [(1, 2, 2.0), (3, 2, 0.5), (7, 5, 0.5), (3, 3, 1.5), (6, 2, 0.5)]
+)
 def test_one_experiment_in_twenty_at_most_calls_an_equal_arm_different(arms, seeds, deviation):
-    """Also where gaps deviate four times as much as was known."""
-    wrong = [
-        any(j.is_different for j in judged(gaps, known=0.5).values())
-        for gaps in experiments(arms, seeds, deviation)
-    ]
-    assert np.mean(wrong) < 0.05 + 3 * math.sqrt(0.05 * 0.95 / 600)
-
-
-@pytest.mark.tier("thorough", keep=("3-2",))
-@pytest.mark.parametrize(("arms", "seeds"), [(3, 2), (3, 3), (6, 2)])
-def test_luck_excludes_no_arm_from_the_pool(arms, seeds):
-    """By luck two gaps deviate three times as much as four others in one experiment of five."""
-    found = [judged(gaps).values() for gaps in experiments(arms, seeds, 0.5, count=2000)]
-    assert np.mean([len({j.spread for j in one}) > 1 for one in found]) < 0.02
-    wrong = [any(j.is_different for j in one) for one in found]
-    assert np.mean(wrong) < 0.05 + 3 * math.sqrt(0.05 * 0.95 / 2000)
+    """Also where gaps deviate four times as much as was known. Luck excludes no arm from the pool, though by
+    luck two gaps deviate three times as much as four others in one experiment of five."""
+    for known in (0.5, 0.0):
+        found = [judged(gaps, known).values() for gaps in experiments(arms, seeds, deviation, count=400)]
+        wrong = [any(j.is_different for j in one) for one in found]
+        assert np.mean(wrong) < 0.05 + 3 * math.sqrt(0.05 * 0.95 / 400)
+        assert np.mean([len({j.spread for j in one}) > 1 for one in found]) < 0.02
 
 
 @pytest.mark.tier("thorough", keep=("5-1-0.0", "3-2-0.5"))
