@@ -1,7 +1,7 @@
 """The exceptions that are meant for users.
 
-A `UserError` is one sentence: what is wrong, the rule, and the way out. The command line prints it without a
-traceback and exits with code 2. Broken internal invariants are `assert`s instead.
+A `UserError` is one sentence: what is wrong, the rule, and the way out; only public functions list it. The
+command prints it without a traceback and exits with code 2. Broken internal invariants are `assert`s instead.
 """
 
 import signal

@@ -111,11 +111,7 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def keys_text(topic: str) -> str:
-    """Each key of a section, or of all sections: its values, meaning and default.
-
-    Raises:
-        UserError: The section does not exist.
-    """
+    """Each key of a section, or of all sections: its values, meaning and default."""
     sections = _sections()
     if topic not in ("all", *sections):
         raise unknown("section", topic, (*sections, "all"))
@@ -195,11 +191,7 @@ class Parser(argparse.ArgumentParser):
             self.add_argument(f"--{name}", dest=name, metavar=key.takes, **how)
 
     def read(self, words: Sequence[str]) -> argparse.Namespace:
-        """The options in the words after the verb; ends with the help if that is asked for.
-
-        Raises:
-            UserError: The verb does not take a word.
-        """
+        """The options in the words after the verb; ends with the help if that is asked for."""
         own = list(takewhile(lambda word: word != "--", words))
         if asked := {"-h", "--help"} & {*own}:
             topic = words[words.index(asked.pop()) + 1 :][:1]
@@ -292,11 +284,7 @@ OF_THE_COMMAND = ("-h", "--help", "-V", "--version")  # options without a verb
 
 
 def read_line(words: list[str]) -> argparse.Namespace:
-    """Parse a command line that begins with a verb.
-
-    Raises:
-        UserError: The line has a mistake.
-    """
+    """Parse a command line that begins with a verb."""
     check_verb(words)
     options = parser_of(words[0]).read(words[1:])
     options.command_line = words
@@ -304,11 +292,7 @@ def read_line(words: list[str]) -> argparse.Namespace:
 
 
 def check_verb(words: list[str]) -> None:
-    """Refuse a command line whose first word is not a verb.
-
-    Raises:
-        UserError: with the nearest verb.
-    """
+    """Refuse a command line whose first word is not a verb."""
     if not words or words[0] in VERBS or words[0] in OF_THE_COMMAND:
         return
     first = words[0]

@@ -132,10 +132,6 @@ def make_experiment(
         chosen: The arms of the file to run, besides the reference; () for all.
         rungs: Other rungs than those of the file.
         jobs: Another number of simultaneous runs; 0 for that of the file.
-
-    Raises:
-        UserError: something in them is wrong, there are fewer than two runs, or the rungs cannot share a
-            trunk.
     """
     named, (values, arms) = list(values.get("arms", {})), take_arms(values, chosen)
     table = dict(values.pop("experiment", {}))
@@ -202,11 +198,7 @@ def _chain(point: ArmRun, design: Design) -> list[ArmRun]:
 
 
 def _forked(runs: Sequence[ArmRun], step: int) -> list[ArmRun]:
-    """The forks, and the runs, each starting after `step` steps of the first arm of its seed.
-
-    Raises:
-        UserError: the learning rate of a run has begun to fall by then.
-    """
+    """The forks, and the runs, each starting after `step` steps of the first arm of its seed."""
     forks: dict[int, ArmRun] = {}
     for run in runs:
         first = run.config.decay_start

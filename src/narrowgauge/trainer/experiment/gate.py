@@ -51,11 +51,7 @@ class GateResult:
 
 
 def parse_gate(text: str) -> Gate:
-    """Parse a gate, such as "0.01" (nats) or "0.25%".
-
-    Raises:
-        UserError: it is not a number above 0.
-    """
+    """Parse a gate, such as "0.01" (nats) or "0.25%"."""
     number, percent, rest = text.strip().partition("%")
     try:
         limit = float(number)
@@ -69,11 +65,7 @@ def parse_gate(text: str) -> Gate:
 
 
 def gate_results(runs: Sequence[Run], gate: Gate) -> list[GateResult]:
-    """The decision on each variant except the reference, which is the first run's variant.
-
-    Raises:
-        UserError: there is only one variant.
-    """
+    """The decision on each variant except the reference, which is the first run's variant."""
     reference, *others = verdicts(runs, gate.in_percent)
     if not others:
         raise UserError(

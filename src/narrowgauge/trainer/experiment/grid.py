@@ -78,9 +78,6 @@ def take_arms(values: Mapping[str, Any], chosen: Sequence[str] = ()) -> tuple[di
     """Split off the table [arms]: the other values, and a variant for each arm.
 
     If some are `chosen`, only these are left in the order of the file, and the first, the reference.
-
-    Raises:
-        UserError: an arm is not a table of sections, or a chosen name is none.
     """
     arms = []
     for name, table in values.get("arms", {}).items():

@@ -59,11 +59,7 @@ def state_of(directory: Path) -> str:
 
 
 def require_same(run: ArmRun, out: Path) -> None:
-    """Check that an existing run, if any, started with the same values, by `train`'s rule.
-
-    Raises:
-        UserError: it started with other values.
-    """
+    """Check that an existing run, if any, started with the same values, by `train`'s rule."""
     directory = RunDirectory(out / run.name)
     if not (directory.path / "config.toml").is_file():
         return
@@ -88,11 +84,7 @@ def remaining(experiment: Experiment, out: Path) -> list[ArmRun]:
 
 
 def _rows_before(experiment: Experiment) -> list[Row]:
-    """The rows of the experiment that its file holds.
-
-    Raises:
-        UserError: the file holds a run of this name with another number of tokens.
-    """
+    """The rows of the experiment that its file holds."""
     file = experiment.design.rows
     if file is None or not file.exists():
         return []
@@ -165,12 +157,8 @@ def next_job(
 ) -> Job | None:
     """The first job that can start; None while all that are left wait for others, or have begun.
 
-    Args:
-        experiment: The experiment.
-        runs: Those of its runs that are to be trained.
-        out: The directory of the runs.
-        files: Where the configurations of the runs are written: `out`, or elsewhere on ranks other than 0.
-        begun: The keys of jobs that have begun, however they ended.
+    Of the experiment's runs, these are to be trained. Their configurations are written to `files`: `out`, or
+    elsewhere on ranks other than 0. `begun` has the keys of jobs that have begun, however they ended.
     """
     for run in runs:
         name, directory = run.name, out / run.name

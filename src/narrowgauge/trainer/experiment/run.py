@@ -76,9 +76,6 @@ def measured_speed(config: Config, threads: int, products: str = "", attention: 
 
     On a CPU, which computes one sequence after the other, long steps are cut to `_FLOP`. Then the
     optimizer's part of a step counts too often, by a few percent.
-
-    Raises:
-        UserError: The model and the data do not fit, or the data cannot be used.
     """
     check_data(config, open_data(config.data.source, config.data.tokenizer, config.data.weights))
     device = choose_device(config.training.device)
@@ -110,10 +107,7 @@ def shortened(config: Config) -> Config:
 def arm_speeds(experiment: Experiment, out: Path, say: Callable[[str], object]) -> dict[str, float]:
     """Tokens/s of each arm: recorded if it has started, otherwise measured.
 
-    Args:
-        experiment: The plan.
-        out: The directory of its runs.
-        say: Called with a sentence before each measurement, since compiling a first step takes long.
+    It says a sentence before each measurement, since compiling a first step takes long.
     """
     speeds: dict[str, float] = {}
     design = experiment.design

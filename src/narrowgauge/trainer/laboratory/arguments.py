@@ -147,11 +147,7 @@ Values = dict[str, dict[str, Any]]
 
 
 def values_of(sections: Mapping[str, Section]) -> Values:
-    """Nested values from keyword arguments: `training={"steps": 6}`, or the short `steps=6` of a line.
-
-    Raises:
-        UserError: A name is not a section of a configuration, or a section has another type.
-    """
+    """Nested values from keyword arguments: `training={"steps": 6}`, or the short `steps=6` of a line."""
     values: Values = {}
     for name, given in sections.items():
         if given is None:
@@ -174,12 +170,7 @@ def values_of(sections: Mapping[str, Section]) -> Values:
 
 
 def recipe_name(given: RecipeLike, file: Path) -> str:
-    """The value of `recipe.name`: a shipped name, a path, or `file`, which is written.
-
-    Raises:
-        UserError: There is no such recipe; or a recipe was changed after it was read, so that no text
-            describes it.
-    """
+    """The value of `recipe.name`: a shipped name, a path, or `file`, which is written."""
     if isinstance(given, str | Path):
         recipe(given)
         return str(given)
@@ -219,9 +210,6 @@ def config_of(
     """The configuration of a function's arguments, over that of a run that it branches off, if there is one.
 
     A recipe without a name goes into `file`, if there is one.
-
-    Raises:
-        UserError: A value is wrong.
     """
     values: Values = {} if trunk is None else training.load_values(trunk / "config.toml")
     for section, table in values_of(sections).items():

@@ -53,9 +53,6 @@ def reporter(given: Any) -> Report:
     Args:
         given: A `SummaryWriter`; a W&B run, or the module `wandb`; `trackio`; `mlflow`; a logger of
             Lightning; or any function of a step and a dictionary.
-
-    Raises:
-        UserError: It is none of these.
     """
     if callable(getattr(given, "add_scalar", None)):  # TensorBoard
         return lambda step, values: [given.add_scalar(name, x, step) for name, x in values.items()]

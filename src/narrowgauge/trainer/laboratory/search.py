@@ -209,11 +209,7 @@ def _casts(formats: Sequence[str]) -> dict[str, Cast]:
 
 
 def _kept(patterns: Sequence[str], layers: Sequence[str]) -> list[str]:
-    """The patterns of layers that stay wide.
-
-    Raises:
-        UserError: One fits no layer.
-    """
+    """The patterns of layers that stay wide."""
     for pattern in patterns:
         if not any(matches(layer, pattern) for layer in layers):
             names = ", ".join(dict.fromkeys(layer.rpartition(".")[2] for layer in layers))

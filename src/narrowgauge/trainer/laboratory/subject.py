@@ -36,10 +36,6 @@ def keep(run: Path, name: str, found: dict[str, Any]) -> None:
 
 
 def operand_cast(given: str | Format | Cast | dict[str, Any]) -> Cast:
-    """A cast for an operand of a matmul, by name, format or table.
-
-    Raises:
-        UserError: there is no such cast, or it is for state.
-    """
+    """A cast for an operand of a matmul, by name, format or table."""
     cast = make_cast(given)  # without a place in its error message
     return recipe("fp32").with_places({"fprop.x": cast}).casts["fprop.x"]

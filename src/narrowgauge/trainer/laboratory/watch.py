@@ -33,9 +33,6 @@ _EXIT_S = 5.0  # for a killed process, whose files the system closes first, to d
 def follow(paths: Sequence[Path], page: Path, wait: Callable[[float], object] = time.sleep) -> None:
     """Write the page of some paths again and again, until all their runs have ended or `wait`, which takes
     seconds, returns true. The page that it leaves, also at Ctrl-C, does not load itself again.
-
-    Raises:
-        UserError: A page cannot be written.
     """
     begun = time.monotonic()
     try:
@@ -76,11 +73,7 @@ def watched_by_another(path: Path, say: Callable[[str], object]) -> Iterator[Non
     """A live page of a run or a comparison, written by another process as long as this one trains.
 
     The other process reads a pipe that only this one can write. When this process ends, even by SIGKILL, the
-    pipe ends, and the other writes the page a last time.
-
-    Args:
-        path: The directory, which may not exist yet.
-        say: Called with the address of the page.
+    pipe ends, and the other writes the page a last time. The directory may not exist yet.
     """
     with suppress(OSError):  # the run reports why it cannot be made
         make_directory(path.parent)

@@ -149,9 +149,6 @@ class RunDirectory:
         """Read the configuration of the run.
 
         `own_recipe` uses the run's copy of a user's recipe file, since the file may have changed.
-
-        Raises:
-            UserError: this is not a run directory, or its configuration is damaged.
         """
         file = self.path / "config.toml"
         try:
@@ -175,11 +172,7 @@ class RunDirectory:
         return next((int(line["threads"]) for line in reversed(self.lines()) if "threads" in line), 0)
 
     def micro_batch_size(self) -> int:
-        """The number of sequences that the run computes at once; 0 if no run has begun.
-
-        Raises:
-            UserError: the configuration is damaged.
-        """
+        """The number of sequences that the run computes at once; 0 if no run has begun."""
         try:
             is_begun = (self.path / "config.toml").exists()
         except OSError:  # `claim` reports that it cannot be written
@@ -191,9 +184,6 @@ class RunDirectory:
 
         Returns:
             The differences, all in keys of `allowed`. Nothing is changed yet; see `adopt`.
-
-        Raises:
-            UserError: the directory holds another run or other files, or cannot be written.
         """
         try:
             make_directory(self.path)
@@ -217,11 +207,7 @@ class RunDirectory:
         return changes
 
     def changes(self, config: Config) -> ConfigDiff:
-        """Every key in which a configuration differs from that of the run that began here.
-
-        Raises:
-            UserError: the directory does not hold a run, or its configuration is damaged.
-        """
+        """Every key in which a configuration differs from that of the run that began here."""
         changes = config_diff(self.config(), config)
         if parse_toml(self.recipe_text(), "recipe.toml") != parse_toml(config.spec.recipe.text, "the recipe"):
             changes.setdefault("recipe.name", (config.recipe.name, config.recipe.name))
@@ -252,11 +238,7 @@ class RunDirectory:
         write_whole(self.path / "config.toml", to_toml(config))
 
     def run_id(self, digest: str) -> str:
-        """The run's id in its checkpoints; derived from the corpus digest if the run has not recorded one.
-
-        Raises:
-            UserError: identity.json cannot be read.
-        """
+        """The run's id in its checkpoints; derived from the corpus digest if the run has not recorded one."""
         try:
             return str(json.loads((self.path / "identity.json").read_text())["run_id"])
         except FileNotFoundError:
@@ -265,11 +247,7 @@ class RunDirectory:
             raise UserError(f"{self.path / 'identity.json'} cannot be read: {error}; restore it") from None
 
     def check_corpus(self, digest: str, allowed: Sequence[str] = ()) -> None:
-        """Check that the corpus is the one with which the run began, unless `allowed` has one of its keys.
-
-        Raises:
-            UserError: the text or the tokenizer has changed.
-        """
+        """Check that the corpus is the one with which the run began, unless `allowed` has one of its keys."""
         recorded = self.corpus_digest()
         if recorded and recorded != digest and not {"data.source", "data.tokenizer"} & set(allowed):
             raise UserError(
@@ -291,20 +269,12 @@ class RunDirectory:
 def claim_together(
     path: Path, config: Config, digest: str, coordinator: Coordinator, allowed: Sequence[str] = ()
 ) -> ConfigDiff | None:
-    """Claim a directory for this run. Collective: rank 0 claims it for all.
+    """Claim a directory for a run with a corpus of this digest. Collective: rank 0 claims it for all.
 
-    Args:
-        path: The run directory.
-        config: The run's configuration.
-        digest: The digest of its corpus.
-        coordinator: Coordinates the ranks.
-        allowed: The keys that may differ from those with which the run began (`--allow-change`).
+    Keys of `allowed` may differ from those with which the run began (`--allow-change`).
 
     Returns:
         The differences, on rank 0; None on all ranks if the run is done.
-
-    Raises:
-        UserError: The directory or the corpus belongs to another run.
     """
     changes: ConfigDiff = {}
     is_done = False

@@ -110,11 +110,7 @@ def _job(
 
 
 def read_plan(line: Line) -> "Experiment":
-    """The experiment of a line of `compare`.
-
-    Raises:
-        UserError: something in it is wrong.
-    """
+    """The experiment of a line of `compare`."""
     from narrowgauge.trainer.experiment.design import make_experiment
 
     named, values = recipe_variants(line.recipes), config_values(line)

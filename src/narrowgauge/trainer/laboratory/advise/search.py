@@ -405,11 +405,7 @@ def _ends(forecast: Forecast) -> str:
 
 
 def machine_of(name: str | None) -> tuple[Cluster, str]:
-    """The cluster, and its name; without a name that of this machine's device.
-
-    Raises:
-        UserError: No file describes this machine.
-    """
+    """The cluster, and its name; without a name that of this machine's device."""
     if name is not None:
         whole = cluster_name(str(name))
         return load_cluster(whole), whole

@@ -53,11 +53,7 @@ def write_report(runs: Sequence[Path | str], out: Path | str, more: str = "") ->
 
 
 def write_page(html: str, out: Path) -> Path:
-    """Write a page atomically to the file `out`, whose parent directories are created, and return its path.
-
-    Raises:
-        UserError: `out` cannot be written.
-    """
+    """Write a page atomically to the file `out`, making its parent directories, and return its path."""
     try:
         if out.is_dir():
             raise UserError(f"{str(out)!r} is a directory, but a report is a file: try {out / 'report.html'}")

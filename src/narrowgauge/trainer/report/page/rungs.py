@@ -134,11 +134,7 @@ def rungs_section(
 ) -> Markup:
     """The sections that a measured experiment adds to a page: gaps over its rungs, and the probe.
 
-    Args:
-        rows: The results of runs, including the reference's.
-        results: The results of the arms.
-        parameters: Parameters in linear layers, to which tokens are related.
-        probe: The figures of `narrowgauge probe` for each arm's recipe; None without them.
+    Tokens are related to the parameters in linear layers. The probe has each arm's recipe; None without it.
     """
     svg = Markup(rungs_svg(results, parameters, rows[0].arm)) if results else ""
     probed = probe and probe_table(probe, agreement(probe, results, [*FIGURES]))

@@ -26,11 +26,7 @@ _STEP = re.compile(rb'\{"step": (\d+),')  # the start of every line that a run w
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The settings of a config.toml; empty if the file is missing.
-
-    Raises:
-        UserError: the file is not valid TOML.
-    """
+    """The settings of a config.toml; empty if the file is missing."""
     if not path.is_file():
         return {}
     try:

@@ -273,11 +273,7 @@ def read_state(path: Path) -> tuple[RunState, str]:
 
 
 def read_runs(paths: Iterable[Path | str]) -> list[Run]:
-    """Read several run directories; equal names get enough parent directories to make them distinct.
-
-    Raises:
-        UserError: there is no path, or `read_run` refuses one.
-    """
+    """Read several run directories; equal names get enough parent directories to make them distinct."""
     runs = [read_run(path) for path in dict.fromkeys(Path(path).resolve() for path in paths)]
     if not runs:
         raise UserError(

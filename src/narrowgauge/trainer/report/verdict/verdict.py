@@ -75,11 +75,7 @@ def rows_text(rows: Sequence[Row]) -> str:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a CSV.
-
-    Raises:
-        UserError: the file cannot be read, or is another table.
-    """
+    """The rows of a CSV."""
     try:
         lines = list(csv.reader(path.read_text(encoding="utf-8").splitlines()))
     except (OSError, UnicodeDecodeError) as error:

@@ -22,9 +22,6 @@ def check_vocabulary(config: Config) -> None:
     """Check the model's vocabulary against that of data and tokenizer, as far as their files record it.
 
     It reads no text and no tokens, so it runs before processes are started and text is prepared.
-
-    Raises:
-        UserError: a token id may exceed the vocabulary, or data or tokenizer cannot be used.
     """
     data = config.data
     if (needed := vocabulary_before_reading(data.source, data.tokenizer, data.weights)) is not None:
@@ -32,12 +29,7 @@ def check_vocabulary(config: Config) -> None:
 
 
 def open_checked_data(config: Config, coordinator: Coordinator, progress: Progress) -> Dataset:
-    """Open the data, prepared by rank 0, and check that the model and its first weights fit it.
-
-    Raises:
-        UserError: as `check_data`, the data cannot be used, or the run in `model.weights` has another
-            tokenizer.
-    """
+    """Open the data, prepared by rank 0, and check that the model and its first weights fit it."""
     d = config.data
     coordinator.progress("preparing the data", patience=1000.0)
     if coordinator.rank > 0:
@@ -51,11 +43,7 @@ def open_checked_data(config: Config, coordinator: Coordinator, progress: Progre
 
 
 def check_data(config: Config, dataset: Dataset) -> None:
-    """Check that model and data fit, before the run directory is claimed.
-
-    Raises:
-        UserError: a token id exceeds the vocabulary, or there are too few tokens.
-    """
+    """Check that model and data fit, before the run directory is claimed."""
     _require_vocabulary(config, dataset.tokenizer.vocab_size)
     count_windows(dataset.train, config.data.sequence_length)
     count_windows(dataset.val, config.data.sequence_length, "held-out")

@@ -36,9 +36,6 @@ def default_out(config: Config, allowed: Sequence[str] = ()) -> Path:
     """Choose the run directory of a configuration: that of the run it continues, else a new one.
 
     `allowed` lists the keys in which the existing run may differ (`--allow-change`).
-
-    Raises:
-        UserError: several runs differ only in `allowed` keys.
     """
     start = _start(config)
     named = Path(FOLDER) / _name(start, _changed(config))

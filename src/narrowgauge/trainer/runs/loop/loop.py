@@ -260,9 +260,6 @@ def _start_from_weights(config: Config, model: Transformer) -> None:
     For fine-tuning, or for training on other text: `narrowgauge import Qwen2.5-0.5B/ --out base`, then
     `narrowgauge train --model.weights base --data my-texts/ --recipe fp8`. The weights are copied as float32,
     so the two runs may have different recipes.
-
-    Raises:
-        UserError: that run has a different model.
     """
     if not (run := config.model.weights):
         return

@@ -62,10 +62,6 @@ def lay_out(config: Config, processes: int, run: Path | None = None) -> Layout:
         config: a configuration; with `training.fit_micro_batch`, a fitting micro-batch is chosen.
         processes: the number of all processes.
         run: the run directory. If a run has begun there, its micro-batch is kept if it fits.
-
-    Raises:
-        UserError: `[parallel]` requires another number of processes, the model, batch or settings do not
-            allow it, or the configuration in the run directory is damaged.
     """
     t, recorded = config.training, 0
     if t.fit_micro_batch:
@@ -90,11 +86,7 @@ def _choice(training: TrainingSection, dims: ParallelDims, recorded: int) -> str
 
 
 def parallel_dims_of(config: Config, processes: int) -> ParallelDims:
-    """The dimensions of `[parallel]` for a number of processes.
-
-    Raises:
-        UserError: their product differs from it, or the model, batch or settings do not allow them.
-    """
+    """The dimensions of `[parallel]` for a number of processes."""
     parallel_dims = _resolve(config, processes)
     model, t = config.spec.model, config.training
     length = config.data.sequence_length
@@ -182,16 +174,7 @@ def resolve(
     out: Path | str | None = None,
     allow_change: Sequence[str] = (),
 ) -> Run:
-    """Resolve a configuration for this machine and process, and set up the device.
-
-    Args:
-        config: A configuration, or nested values for one; None for the embedded default.
-        out: The run directory; None for `default_out`.
-        allow_change: The keys in which an existing run may differ.
-
-    Raises:
-        UserError: The configuration is invalid, or this machine cannot run it.
-    """
+    """Resolve the arguments of `run` for this machine and process, and set up the device."""
     config = config if isinstance(config, Config) else make_config(config or {})
     path = Path(out) if out is not None else default_out(config, allow_change)
     device = hardware.choose_device(config.training.device)

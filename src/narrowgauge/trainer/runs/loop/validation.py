@@ -146,13 +146,9 @@ def under_recipe(trained: TrainedRun, recipe: str) -> Transformer:
 def two_losses(
     trained: TrainedRun, recipe: str, tokens: Mixture, length: int, batches: int | None
 ) -> dict[str, float]:
-    """The losses in nats per token: `own`, and one under the recipe's name.
+    """The losses in nats per token: `own`, and one with the forward pass of another recipe, under its name.
 
-    Args:
-        trained: The run.
-        recipe: The recipe of the other forward pass, such as "bf16".
-        tokens: The held-out tokens, in sequences of `length` tokens.
-        batches: The number of the run's micro-batches, spread evenly over the tokens; None for all.
+    The held-out tokens are taken in sequences of `length` tokens, as many as in `batches` of the run's.
     """
     own = held_out_loss(trained, tokens, length, batches)
     if trained.config.recipe.name == recipe and not trained.config.recipe.places:

@@ -98,11 +98,7 @@ class Arithmetic:
 
     @classmethod
     def of(cls, lines: Sequence[Mapping[str, Any]], shape: AttentionShape) -> "Arithmetic":
-        """The choices of a run, recorded in its metrics, or made now for a new run.
-
-        Raises:
-            UserError: A variable has another value.
-        """
+        """The choices of a run, recorded in its metrics, or made now for a new run."""
         products = products_of(lines)
         choose_products(products)  # torch's attention is timed with it
         return cls(products, attention_of(lines, shape))
@@ -131,16 +127,12 @@ def choose_arithmetic(
 ) -> Arithmetic:
     """Set a CPU's threads, the precision of its matmuls, and its attention. Collective.
 
+    Rank 0 chooses, and logs a line about a choice that differs from torch's. On a GPU there is nothing to
+    choose: the recipe sets the precision.
+
     Args:
         pinned: `training.threads`; 0 for as many as are free.
-        shape: The attention of the model.
         lines: Reads the run's metrics, which record its first choice.
-        device: The device. On a GPU there is nothing to choose: the recipe sets the precision.
-        coordinator: Coordinates the ranks; rank 0 chooses.
-        log: Prints a line about the choice if it differs from torch's.
-
-    Returns:
-        The choices; empty on a GPU.
     """
     choice: tuple[str, str, int, str] = ("", "", pinned or torch.get_num_threads(), "")
     if device.type == "cpu":
@@ -171,11 +163,7 @@ def _slowness(chosen: Arithmetic) -> str:
 
 
 def products_of(lines: Sequence[Mapping[str, Any]]) -> str:
-    """The choice of a run, "bf16" or "fp32": recorded in its metrics, or made now for a new run.
-
-    Raises:
-        UserError: NARROWGAUGE_PRODUCTS has another value.
-    """
+    """The choice of a run, "bf16" or "fp32": recorded in its metrics, or made now for a new run."""
     if recorded := [str(line["products"]) for line in lines if "products" in line]:
         return recorded[-1]
     asked = os.environ.get(PRODUCTS, "")
@@ -187,11 +175,7 @@ def products_of(lines: Sequence[Mapping[str, Any]]) -> str:
 
 
 def attention_of(lines: Sequence[Mapping[str, Any]], shape: AttentionShape) -> str:
-    """The choice of a run, one of `WAYS`: recorded in its metrics, or made now for a new run.
-
-    Raises:
-        UserError: NARROWGAUGE_ATTENTION has another value.
-    """
+    """The choice of a run, one of `WAYS`: recorded in its metrics, or made now for a new run."""
     if recorded := [str(line["attention"]) for line in lines if line.get("attention")]:
         return recorded[-1]
     asked = os.environ.get(ATTENTION, "")
@@ -263,15 +247,7 @@ def threads_of_torch() -> int:
 
 
 def threads_of(lines: Sequence[Mapping[str, Any]], pinned: int = 0) -> tuple[int, str]:
-    """The number of threads of a run, and a line about it.
-
-    Args:
-        lines: The run's metrics; empty for a new run.
-        pinned: The number that the configuration sets; 0 if it sets none.
-
-    Returns:
-        The number, and a line about it.
-    """
+    """The number of threads of a run with these metrics, and a line about it; `pinned` is a set one, or 0."""
     here = pinned or threads_of_torch()
     recorded = next((int(line["threads"]) for line in reversed(lines) if "threads" in line), here)
     resumes = any(line.get("event") == "start" for line in lines)

@@ -25,11 +25,7 @@ _DEFAULTS = {_M_MMAP_MAX: 65536, _M_TRIM_THRESHOLD: 2**17, _M_TOP_PAD: 2**17}
 
 
 def choose_device(requested: str) -> torch.device:
-    """The device of "auto" (a GPU if there is one), "cpu", "cuda" or "cuda:N".
-
-    Raises:
-        UserError: the device is unknown, or torch does not see the requested GPU.
-    """
+    """The device of "auto" (a GPU if there is one), "cpu", "cuda" or "cuda:N"."""
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", requested):
         if requested.partition(":")[0].lower() in _GPUS:
             raise UserError(
@@ -63,9 +59,6 @@ def use_device(device: torch.device, deterministic: bool = False) -> None:
         deterministic: Whether a GPU uses only kernels that are bitwise reproducible. An error, not only a
             warning, since flash-attention's backward pass would not repeat. `torch_compat.not_strict` is
             for operations that torch refuses although the part in use is reproducible.
-
-    Raises:
-        UserError: `deterministic`, but the environment sets a workspace that makes cuBLAS irreproducible.
     """
     if device.type != "cuda":
         return

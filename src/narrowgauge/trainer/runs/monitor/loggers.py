@@ -85,11 +85,7 @@ SINKS: Mapping[str, Callable[[Path, Mapping[str, Any], int], Sink]] = {
 
 
 def require_sinks(names: Iterable[str]) -> None:
-    """Check that the package of each sink is installed.
-
-    Raises:
-        UserError: a package is missing.
-    """
+    """Check that the package of each sink is installed."""
     for name in names:
         if not is_installed(name):
             raise UserError(

@@ -27,9 +27,6 @@ def require_memory(config: Config, device: torch.device, parallel_dims: Parallel
     """Estimate the memory of a run, and refuse one that cannot fit.
 
     Linux overcommits a CPU's memory, and silently kills a process that uses more than there is.
-
-    Raises:
-        UserError: the state alone exceeds the device's memory, or the step exceeds `memory_limit`.
     """
     parameters = count_parameters(config.spec.model)
     share = parameters / (parallel_dims.size // parallel_dims.replicate)

@@ -39,10 +39,6 @@ def branch_run(trunk: Path, step: int | None, config: Config, out: Path) -> int:
 
     Returns:
         The step at which the branch begins.
-
-    Raises:
-        UserError: `trunk` is not a run, has no such checkpoint or no state of an optimizer, holds another
-            model, the branch ends before it begins, or `out` is in use.
     """
     old = RunDirectory(trunk)
     before = old.config(own_recipe=True)

@@ -30,12 +30,7 @@ SEQUENCES = 128
 def activation_scales(trained: TrainedRun, source: str) -> dict[str, InputScale]:
     """The scale of the input of each layer that can store one, by our names (`activations.scale_of_amax`).
 
-    Args:
-        trained: The run.
-        source: A source of text, as of a run, or `RECORDED`.
-
-    Raises:
-        UserError: No layer can store a scale, or a layer has none in that source.
+    `source` is a source of text, as of a run, or `RECORDED`.
     """
     layers = layers_with_scales(trained.model)
     if not layers:

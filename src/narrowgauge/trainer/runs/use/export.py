@@ -83,9 +83,6 @@ def export_run(
         shard_bytes: the approximate maximum size of a safetensors file.
         calibrate: where the stored scales of activations come from: a source of text, or `RECORDED` for the
             recipe's own; None to store none. Only with a format in `QUANTIZED`.
-
-    Raises:
-        UserError: an argument is invalid, the format cannot represent the model, or the written files differ.
     """
     require_format(to, dtype, shard_bytes, calibrate)
     source = open_run(run, "cpu")
@@ -191,11 +188,7 @@ def _read_back(
 
 
 def differences_from_run(folder: Path, source: TrainedRun, to: str) -> list[Difference]:
-    """The tensors of an export that are not those of its run, in whichever dtype its plain weights are.
-
-    Raises:
-        UserError: A tensor is missing, too many, or of another type or shape.
-    """
+    """The tensors of an export that are not those of its run, in whichever dtype its plain weights are."""
     has_scales = to in QUANTIZED and has_input_scales(folder)
     scales = dict.fromkeys(layers_with_scales(source.model), InputScale(1.0, 1.0)) if has_scales else {}
     found: list[list[Difference]] = []
@@ -231,10 +224,6 @@ def import_model(path: Path, out: Path, tokenizer: Path | None = None, source: s
 
     Returns:
         The run directory. Its recipe is fp32, so the weights are unchanged.
-
-    Raises:
-        UserError: the path is not a model, is a pickle or is damaged, or the tokenizer has more ids than the
-            model.
     """
     model = read_external_model(path)
     config = imported_config(model, source)

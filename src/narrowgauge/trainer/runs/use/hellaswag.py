@@ -47,11 +47,7 @@ class Score:
 
 
 def evaluate(run: TrainedRun, path: Path, limit: int | None = None) -> Score:
-    """Score a model on the first `limit` examples of a file; None for all.
-
-    Raises:
-        UserError: the file is invalid or empty.
-    """
+    """Score a model on the first `limit` examples of a file; None for all."""
     right = right_norm = count = 0
     for example in read_examples(path, run):
         if count == limit:
@@ -83,11 +79,7 @@ def _log_probabilities(model: Transformer, example: Example) -> tuple[torch.Tens
 
 
 def read_examples(path: Path, run: TrainedRun) -> Iterator[Example]:
-    """Read the examples of a file.
-
-    Raises:
-        UserError: the file is unreadable, damaged or of another type, or the model has other tokens.
-    """
+    """Read the examples of a file."""
     try:
         data = path.read_bytes()
     except OSError as error:

@@ -22,21 +22,10 @@ def harness_scores(
     task_folder: Path | None = None,
     batch_size: int = 1,
 ) -> dict[str, dict[str, Any]]:
-    """Run the harness.
+    """The results of a run, or of any model that `open_run` opens, by task and metric.
 
-    Args:
-        run: a run, or any model that `open_run` opens.
-        tasks: names of tasks that the harness has, or that `task_folder` describes.
-        device: "cpu" or "cuda".
-        limit: the number of examples of each task; None for all.
-        task_folder: a folder with YAML files of further tasks.
-        batch_size: the number of requests in a batch.
-
-    Returns:
-        The results by task and metric.
-
-    Raises:
-        UserError: the harness is not installed, or lacks a task.
+    The harness has the tasks, or YAML files in `task_folder` describe them; `limit` is the number of examples
+    of each, None for all, and `batch_size` that of the requests in a batch.
     """
     harness, manager = _harness()
     known = manager(include_path=None if task_folder is None else str(task_folder))

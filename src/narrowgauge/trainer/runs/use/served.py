@@ -195,10 +195,6 @@ def served(
     """Compare a run with itself behind a server on this machine; the arguments are the options of the verb.
 
     `folder` is an export of this run, to be served as it is; None for a new one in a temporary folder.
-
-    Raises:
-        UserError: An argument is invalid, the run cannot be exported, `folder` is not its export, or the
-            server fails.
     """
     if server not in SERVERS:
         raise unknown("server", server, list(SERVERS))
