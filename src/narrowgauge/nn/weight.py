@@ -53,22 +53,18 @@ from narrowgauge.quantization.state.parameter_state import (
     attach_state,
     set_plain_gradient,
 )
+from narrowgauge.quantization.state.proxy import Opened, Proxy
 from narrowgauge.system.collectives import all_reduce_max
 from narrowgauge.system.errors import UserError
 from narrowgauge.system.torch_compat import (
-    Wrapper,
     accept_any_gradient,
     attach_fsdp_extension,
     has_hooks,
     is_accumulated,
     is_called_after_accumulation,
     local_tensor,
-    operation_name,
-    tree_leaves,
-    tree_map_only,
     version_of,
     wrapper_subclass,
-    written_arguments,
 )
 
 T = TypeVar("T")
@@ -83,7 +79,7 @@ _VIEWS = {
 }
 
 
-class GatheredWeight(Wrapper):
+class GatheredWeight(Proxy):
     """A full weight (N, K) in its transfer format; its dtype is float32, so that its gradient is float32.
 
     Attributes:
@@ -115,6 +111,16 @@ class GatheredWeight(Wrapper):
             return decode(self.numbers, self.cast.element) * self.scale
         return self.numbers if self.scale is None else self.numbers.float() * self.scale
 
+    def values(self) -> torch.Tensor:
+        """The weight's values, float32."""
+        return self.wide().float()
+
+    def _open(self, operation: str, opened: Opened) -> torch.Tensor:
+        raise UserError(
+            f"{operation} on a weight that FSDP2 has gathered for a pass would be lost: write "
+            "to its shards, after reshard() of the FSDP2 module that holds it"
+        )
+
     def operand(self, dtype: torch.dtype, native: bool) -> Operand:
         """The operand of a matmul over the last axis, as `emulate` or (native) `quantize` would make it."""
         if self.scale is None:
@@ -140,14 +146,7 @@ class GatheredWeight(Wrapper):
                 )
             if func is aten._to_copy.default and first.scale is None and kwargs:
                 return func(first.numbers, *args[1:], **kwargs)
-        written = tree_leaves(list(written_arguments(func, args, kwargs or {}).values()))
-        if any(isinstance(x, GatheredWeight) for x in written):
-            raise UserError(
-                f"{operation_name(func)} on a weight that FSDP2 has gathered for a pass would be lost: write "
-                "to its shards, after reshard() of the FSDP2 module that holds it"
-            )
-        args, kwargs = tree_map_only(GatheredWeight, lambda x: x.wide().float(), (args, kwargs or {}))
-        return func(*args, **kwargs)
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
     def __repr__(self) -> str:  # type: ignore[override]
         """Shape and cast only: the memory may have been freed."""

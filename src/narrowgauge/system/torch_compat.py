@@ -47,9 +47,6 @@ reduce_scatter_single: Callable[..., Any] = (
 # Copies many tensors in few GPU launches: (destinations, sources), two lists.
 copy_each: Callable[..., Any] = torch._foreach_copy_
 
-# The context of a `__torch_function__` in which its operations do not come back to it.
-without_torch_function: Any = torch._C.DisableTorchFunctionSubclass
-
 
 class Wrapper(torch.Tensor):
     """The base of tensors without memory of their own, whose operations all reach `__torch_dispatch__`."""

@@ -26,16 +26,9 @@ from narrowgauge.formats import RandomStream
 from narrowgauge.quantization import scales
 from narrowgauge.quantization.cast import Cast
 from narrowgauge.quantization.sharding.shard import TensorShard, all_reduce_amaxes, all_reduce_shares
+from narrowgauge.quantization.state.proxy import Opened, Proxy
 from narrowgauge.quantization.state.quantized_state import QuantizedState
-from narrowgauge.system.torch_compat import (
-    Wrapper,
-    has_result,
-    operation_name,
-    tree_leaves,
-    tree_map_only,
-    wrapper_subclass,
-    written_arguments,
-)
+from narrowgauge.system.torch_compat import operation_name, wrapper_subclass
 
 LIMIT = 1e-5  # share of elements that may overflow
 STEPS_TO_DOUBLE = 1000
@@ -245,7 +238,10 @@ def add_all(
         g.count_sum()
 
 
-class NarrowGradient(Wrapper):
+AddSum = Callable[[GradientState, torch.Tensor, RandomStream | None], None]
+
+
+class NarrowGradient(Proxy):
     """A gradient that is stored in a cast, as autograd holds it: float32, of the parameter's shape.
 
     Autograd adds to it; each sum is rounded once, with the random bits of the layer's last pass. Any other
@@ -254,15 +250,10 @@ class NarrowGradient(Wrapper):
     """
 
     state: GradientState
-    add_sum: Callable[[GradientState, torch.Tensor, RandomStream | None], None]
+    add_sum: AddSum
 
     @staticmethod
-    def __new__(
-        cls,
-        like: torch.Tensor,
-        state: GradientState,
-        add_sum: Callable[[GradientState, torch.Tensor, RandomStream | None], None],
-    ) -> "NarrowGradient":
+    def __new__(cls, like: torch.Tensor, state: GradientState, add_sum: AddSum) -> "NarrowGradient":
         """Make the gradient of a parameter; `add_sum` adds to its state."""
         self = wrapper_subclass(cls, like.shape, like.stride(), torch.float32, like.device)
         self.state, self.add_sum = state, add_sum
@@ -272,19 +263,16 @@ class NarrowGradient(Wrapper):
         """The gradient as new float32 values."""
         return self.state.read()
 
+    def _open(self, operation: str, opened: Opened) -> torch.Tensor | None:
+        return self.state.widen()
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Add what autograd brings, or run an operation on the values."""
-        kwargs, first = kwargs or {}, args[0]
+        first = args[0]
         if isinstance(first, NarrowGradient) and operation_name(func) in ("add_", "add") and len(args) == 2:
             first.add_sum(first.state, args[1], first.state.stream)
             return first
-        written = {id(x) for x in tree_leaves(list(written_arguments(func, args, kwargs).values()))}
-
-        def substitute(x: NarrowGradient) -> torch.Tensor | None:
-            return x.state.widen() if id(x) in written else x.values()
-
-        result = func(*tree_map_only(NarrowGradient, substitute, tuple(args)), **kwargs)
-        return first if id(first) in written and has_result(func) else result
+        return super().__torch_dispatch__(func, types, args, kwargs)

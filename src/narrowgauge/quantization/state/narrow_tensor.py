@@ -17,8 +17,6 @@ for an optimizer is changed by this package's alone, and any other write to it i
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import count
 from typing import Any
 
 import torch
@@ -31,12 +29,11 @@ from narrowgauge.quantization.state.parameter_state import (
     attach_state,
     state_of,
 )
+from narrowgauge.quantization.state.proxy import Opened, Proxy
 from narrowgauge.system.errors import UserError
 from narrowgauge.system.torch_compat import (
-    Wrapper,
     as_shard,
     attach_hooks_again,
-    has_result,
     is_collective,
     is_in_place,
     is_view_operation,
@@ -46,7 +43,6 @@ from narrowgauge.system.torch_compat import (
     tree_map_only,
     wait_for,
     wrapper_subclass,
-    written_arguments,
 )
 
 View = Callable[[torch.Tensor], torch.Tensor]
@@ -55,7 +51,7 @@ _OF_FSDP = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 _OWN = ("narrowgauge", "views", "_is_param", "_local_tensor", "_spec")  # attributes that make a tensor
 
 
-class NarrowTensor(Wrapper):
+class NarrowTensor(Proxy):
     """A weight, or a view of one, whose values are stored in a cast.
 
     Attributes:
@@ -65,6 +61,7 @@ class NarrowTensor(Wrapper):
 
     narrowgauge: ParamState
     views: tuple[View, ...]
+    grad = NarrowGradParameter.grad
 
     @staticmethod
     def __new__(
@@ -83,6 +80,17 @@ class NarrowTensor(Wrapper):
         """The values in this tensor's dtype."""
         return _through(self.views, self.narrowgauge.require_weight().read()).to(self.dtype)
 
+    def _open(self, operation: str, opened: Opened) -> torch.Tensor:
+        record = self.narrowgauge
+        if record not in opened:
+            _require_writable(record, operation)
+            opened[record] = record.widest()
+        return _through(self.views, opened[record])
+
+    def _close(self, opened: Opened) -> None:
+        if self.narrowgauge in opened:
+            self.narrowgauge.write(opened.pop(self.narrowgauge))
+
     def move(self, device: torch.device, dtype: torch.dtype) -> None:
         """Move a parameter with its record, and give it another dtype; the codes remain as they are."""
         assert isinstance(self, torch.nn.Parameter)
@@ -91,19 +99,6 @@ class NarrowTensor(Wrapper):
             for state in record.by_place().values():
                 state.move(device)
             _become(self, torch.nn.Parameter(NarrowTensor(self, record, dtype), self.requires_grad))
-
-    @property
-    def grad(self) -> torch.Tensor | None:
-        """The gradient as float32 values (`NarrowGradParameter.grad`)."""
-        return NarrowGradParameter.grad.fget(self)  # type: ignore[attr-defined]
-
-    @grad.setter
-    def grad(self, value: torch.Tensor | None) -> None:
-        NarrowGradParameter.grad.fset(self, value)  # type: ignore[attr-defined]
-
-    @grad.deleter
-    def grad(self) -> None:
-        self.grad = None
 
     @property
     def data(self) -> torch.Tensor:
@@ -119,18 +114,6 @@ class NarrowTensor(Wrapper):
             )
         with torch.no_grad():
             self.detach().copy_(value)
-
-    def numpy(self, *, force: bool = False) -> Any:
-        """The values as a NumPy array, copied."""
-        return (self.detach() if force else self).clone().numpy(force=force)
-
-    def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        """The values as a NumPy array."""
-        return self.clone().__array__(*args, **kwargs)
-
-    def tolist(self) -> Any:
-        """The values as nested lists."""
-        return self.detach().clone().tolist()
 
     def data_ptr(self) -> int:
         """Refuse an address: the values lie nowhere in memory.
@@ -208,12 +191,13 @@ class NarrowTensor(Wrapper):
         kwargs = kwargs or {}
         if is_collective(func):
             return _communicate(func, args, kwargs)
+        name = operation_name(func)
         if is_in_place(func):
-            return _write(func, args, kwargs)
+            is_kept = name == "copy_" and _keeps_master(args[0], args[1])
+            return args[0] if is_kept else super().__torch_dispatch__(func, types, args, kwargs)
         first = args[0] if args else None
         if isinstance(first, NarrowTensor) and is_view_operation(func) and "dtype" not in str(func):
             return _view(first, func, args[1:], kwargs)
-        name = operation_name(func)
         if isinstance(first, NarrowTensor) and (name.endswith("_like") or name.startswith("new_")):
             if name == "new_zeros" and first.narrowgauge.gathering is not None and not first.views:
                 return _padded(first, torch.Size(args[1]))
@@ -223,8 +207,7 @@ class NarrowTensor(Wrapper):
             leaves = tree_leaves((args, kwargs))
             for record in {x.narrowgauge for x in leaves if isinstance(x, NarrowTensor)}:
                 record.reads += 1
-        args, kwargs = tree_map_only(NarrowTensor, NarrowTensor.values, (tuple(args), kwargs))
-        return func(*args, **kwargs)
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         """The values, and the cast that stores them."""
@@ -312,36 +295,6 @@ def _padded(x: NarrowTensor, size: torch.Size) -> torch.Tensor:
     if size[1:] != x.shape[1:] or size[0] <= len(x):
         return torch.zeros_like(shape, device=x.device)
     return NarrowTensor(shape, x.narrowgauge, x.dtype, (_Padding(size[0]),))
-
-
-def _write(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run an operation that writes on wide values, and round the results once."""
-    name, named = operation_name(func), written_arguments(func, args, kwargs)
-    targets = [t for value in named.values() for t in tree_leaves(value) if isinstance(t, NarrowTensor)]
-    if name == "copy_" and _keeps_master(args[0], args[1]):
-        return args[0]
-    records = {id(t.narrowgauge): t.narrowgauge for t in targets}
-    for record in records.values():
-        _require_writable(record, name)
-    wide = {key: record.widest() for key, record in records.items()}
-
-    def substitute(written: bool, x: torch.Tensor) -> torch.Tensor:
-        if isinstance(x, NarrowTensor):
-            return _through(x.views, wide[id(x.narrowgauge)]) if written else x.values().float()
-        # With float32 targets, an operand in the weight's dtype is float32, as in an operation on one dtype.
-        has_weights_dtype = x.is_floating_point() and any(x.dtype == t.dtype for t in targets)
-        return x.float() if has_weights_dtype and not written and x.ndim else x
-
-    def substituted(key: int | str, value: Any) -> Any:
-        return tree_map_only(torch.Tensor, partial(substitute, key in named), value)
-
-    func(*map(substituted, count(), args), **{k: substituted(k, value) for k, value in kwargs.items()})
-    for key, record in records.items():
-        record.write(wide[key])
-    results = [*named.values()]
-    if not has_result(func):  # `_foreach_add_`, `_fused_adamw_`
-        return None
-    return results[0] if len(results) == 1 else tuple(results)
 
 
 def _communicate(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

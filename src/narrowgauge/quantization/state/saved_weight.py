@@ -11,106 +11,61 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from narrowgauge.quantization.state.parameter_state import ParamState, state_of
-from narrowgauge.system.torch_compat import (
-    Wrapper,
-    as_shard,
-    has_result,
-    storage_key,
-    tree_leaves,
-    tree_map_only,
-    version_of,
-    without_torch_function,
-    wrapper_subclass,
-    written_arguments,
-)
+from narrowgauge.quantization.state.proxy import Opened, Proxy
+from narrowgauge.system.torch_compat import as_shard, is_view_operation, tree_map_only
 
 
-class SavedWeight(torch.Tensor):
+class SavedWeight(Proxy):
     """The values of a narrow weight in a state dict, copied; a write reaches the weight as well.
 
-    Attributes:
-        whole: The float32 values of which this tensor is a view, or all of.
-        record: The record of the weight.
-    """
-
-    whole: torch.Tensor
-    record: ParamState
-
-    @staticmethod
-    def of(values: torch.Tensor, whole: torch.Tensor, record: ParamState) -> "SavedWeight":
-        """Values that share memory with the float32 values `whole` of a record."""
-        self = values.as_subclass(SavedWeight)
-        self.whole, self.record = whole, record
-        return self
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run an operation on the values, and write to the weight what it has changed."""
-        kwargs = kwargs or {}
-        with without_torch_function():
-            given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, SavedWeight)]
-            before = [version_of(x) for x in given]
-            result = func(*args, **kwargs)
-            changed = {id(x.record): x for x, v in zip(given, before, strict=True) if version_of(x) != v}
-            for x in changed.values():
-                x.record.write(x.whole)
-
-            def owned(t: torch.Tensor) -> torch.Tensor:
-                for x in given:
-                    if t is not x and t.dtype == x.dtype and _share_memory(t, x):
-                        return SavedWeight.of(t, x.whole, x.record)
-                return t
-
-            return tree_map_only(torch.Tensor, owned, result)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        """The values alone."""
-        return self.as_subclass(torch.Tensor).clone()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle the values alone."""
-        return self.as_subclass(torch.Tensor).detach().__reduce_ex__(protocol)
-
-
-def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return storage_key(a.untyped_storage()) == storage_key(b.untyped_storage())
-
-
-class SavedShard(Wrapper):
-    """The values of a shard in a state dict, copied; a write to the whole DTensor reaches the weight as well.
-
-    All processes write to a DTensor together, as the scale that they share requires. A checkpoint that is
-    loaded in place writes to views of the local tensor, each process by itself: these belong to the copy.
+    It has memory, so that programs may write the copy to a file.
 
     Attributes:
-        copied: The float32 values.
+        copied: Its values, an ordinary tensor in the same memory.
+        whole: The float32 values of the weight, of which these are a view, or all.
         record: The record of the weight.
+        is_shard: Whether it is a shard's, whose views belong to the copy.
     """
 
     copied: torch.Tensor
+    whole: torch.Tensor
     record: ParamState
+    is_shard: bool = False
 
     @staticmethod
-    def __new__(cls, values: torch.Tensor, record: ParamState) -> "SavedShard":
-        """Show values that are a copy of a record's."""
-        self = wrapper_subclass(cls, values.shape, values.stride(), values.dtype, values.device)
-        self.copied, self.record = values, record
+    def of(copied: torch.Tensor, whole: torch.Tensor, record: ParamState) -> "SavedWeight":
+        """Values that share memory with the float32 values `whole` of a record."""
+        self = copied.as_subclass(SavedWeight)
+        self.copied, self.whole, self.record = copied, whole, record
         return self
+
+    def values(self) -> torch.Tensor:
+        """The copy."""
+        return self.copied
+
+    def _open(self, operation: str, opened: Opened) -> torch.Tensor:
+        return self.copied
+
+    def _close(self, opened: Opened) -> None:
+        self.record.write(self.whole)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operation on the values, and write to the weight what it has changed."""
-        written = tree_leaves(list(written_arguments(func, args, kwargs or {}).values()))
-        values = tree_map_only(SavedShard, lambda x: x.copied, (tuple(args), kwargs or {}))
-        result = func(*values[0], **values[1])
-        for x in written:
-            if isinstance(x, SavedShard):
-                x.record.write(x.copied)
-        return args[0] if written and has_result(func) else result
+        """Let a view of a full weight write to it as well, and run other operations on the values.
+
+        All processes write to a DTensor together, as the scale that they share requires. A checkpoint that is
+        loaded in place writes to views of the local tensor, each process by itself: these belong to the copy.
+        """
+        first = args[0] if args else None
+        if not isinstance(first, SavedWeight) or first.is_shard or not is_view_operation(func):
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+        def view(t: torch.Tensor) -> torch.Tensor:
+            return SavedWeight.of(t, first.whole, first.record) if t.dtype == first.dtype else t
+
+        return tree_map_only(torch.Tensor, view, func(first.copied, *args[1:], **(kwargs or {})))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         """The values alone."""
@@ -125,6 +80,6 @@ def saved_weight(p: torch.Tensor) -> torch.Tensor:
     """The values of a narrow weight, for a state dict; float32."""
     record = state_of(p)
     values = record.require_weight().read().detach()
-    if isinstance(p, DTensor):
-        return as_shard(SavedShard(values, record), p)
-    return SavedWeight.of(values, values, record)
+    saved = SavedWeight.of(values, values, record)
+    saved.is_shard = isinstance(p, DTensor)
+    return as_shard(saved, p) if isinstance(p, DTensor) else saved
