@@ -41,6 +41,7 @@ from narrowgauge.quantization.blocks import Blocks, blocks_of
 from narrowgauge.quantization.cast import Cast
 from narrowgauge.quantization.cast_rules import require_codes
 from narrowgauge.quantization.context import DEFAULT_CONTEXT, QuantContext
+from narrowgauge.quantization.keys import Consumer
 from narrowgauge.quantization.named_casts import cast as named_cast
 from narrowgauge.quantization.named_casts import make_cast, values_of
 from narrowgauge.quantization.passes import in_c, in_torch
@@ -48,10 +49,11 @@ from narrowgauge.quantization.passes.in_torch import Narrowed, Split
 from narrowgauge.quantization.scales import Scales, rounded
 from narrowgauge.quantization.transforms import (
     Prepared,
+    clamp_outliers,
+    hadamard,
     kept_channels,
     may_pick,
     merge_channels,
-    prepare,
     split_channels,
 )
 from narrowgauge.system.errors import UserError, require
@@ -265,12 +267,43 @@ def _as_computed(x: torch.Tensor) -> torch.Tensor:
 
 
 def prepared_by(x: torch.Tensor, cast: Cast, axis: int, context: QuantContext) -> Prepared:
-    """A tensor after the transforms of its cast."""
-    return prepare(x, cast, axis, context, _row_of_mean)
+    """A tensor after the transforms of its cast.
+
+    Raises:
+        UserError: The cast has a key that nothing computes.
+    """
+    if left := cast.lacking[Consumer.TORCH]:
+        raise UserError(f"cast {cast.name!r}: nothing computes {', '.join(left)}; remove the key")
+    prepared = _without_mean(x, cast, context) if cast.center else Prepared(x)
+    if cast.hadamard:
+        prepared = _transformed(prepared, cast, axis, context)
+    if cast.outliers or cast.compensate:
+        x = prepared.x
+        prepared = prepared._replace(
+            x=clamp_outliers(x, cast.outliers, context) if cast.outliers else x, unclamped=x
+        )
+    return prepared
 
 
-def _row_of_mean(row: torch.Tensor, name: str, context: QuantContext) -> torch.Tensor:
-    return quantize_in_context(row, named_cast(name), -1, context).dequantize()
+def _without_mean(x: torch.Tensor, cast: Cast, context: QuantContext) -> Prepared:
+    """Subtract the mean over tokens, in x's dtype; `center_cast` rounds what is added back."""
+    mean = context.token_mean(x, in_c.token_sums(x)).float()
+    rest = x - mean  # in float32
+    if cast.center_cast:
+        of_row = QuantContext(shard=None if context.shard is None else context.shard.row())
+        row = quantize_in_context(mean.flatten(0, -2), named_cast(cast.center_cast), -1, of_row)
+        mean = row.dequantize().view([1] * (x.ndim - 1) + [-1])
+    return Prepared(rest, mean)
+
+
+def _transformed(prepared: Prepared, cast: Cast, axis: int, context: QuantContext) -> Prepared:
+    """Transform the tensor and its mean, so that their sum is the transformed tensor."""
+    x, mean, signs = prepared.x, prepared.mean, context.signs_of(cast)
+    if context.shard is not None:
+        context.shard.require_aligned(cast.hadamard, axis, cast)
+    if mean is not None:
+        mean = hadamard(mean.expand_as(x), cast.hadamard, axis, signs)
+    return Prepared(hadamard(x, cast.hadamard, axis, signs), mean)
 
 
 def _apart(

@@ -1,6 +1,6 @@
 """Prepares a tensor for its blocks: the transforms of its cast, and the channels kept in another cast.
 
-`prepare` applies the transforms of a cast in turn; `Prepared.restored` adds to an operand what they removed.
+`quantize.prepared_by` applies them in turn; `Prepared.restored` adds to an operand what they removed.
 
     center      x = mean + rest         operand  Q(rest) + mean: the residual has a smaller range than x
     hadamard    x H
@@ -32,7 +32,7 @@ first.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -40,8 +40,6 @@ import torch
 
 from narrowgauge.quantization.cast import Cast
 from narrowgauge.quantization.context import DEFAULT_CONTEXT, QuantContext
-from narrowgauge.quantization.keys import Consumer
-from narrowgauge.quantization.passes import in_c
 from narrowgauge.quantization.sharding.shard import TensorShard
 from narrowgauge.system.collectives import all_reduce_sum
 from narrowgauge.system.devices import imagined, is_shape_only
@@ -51,8 +49,6 @@ from narrowgauge.system.torch_compat import not_strict
 # TransformerEngine, custom_recipes/reference_nvfp4.py: one sign vector for every tensor.
 SIGNS = {16: (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)}
 _KEPT: dict[tuple[Any, ...], torch.Tensor] = {}
-
-Narrow = Callable[[torch.Tensor, str, QuantContext], torch.Tensor]
 
 
 class Prepared(NamedTuple):
@@ -76,55 +72,6 @@ class Prepared(NamedTuple):
         if cast.compensate and self.unclamped is not None:
             operand.add_(self.unclamped.to(torch.float32, copy=True).sub_(self.x))
         return operand
-
-
-def prepare(x: torch.Tensor, cast: Cast, axis: int, context: QuantContext, narrow: Narrow) -> Prepared:
-    """Apply the transforms of a cast to a tensor.
-
-    Args:
-        x: The tensor.
-        cast: The cast.
-        axis: The axis that a GEMM contracts.
-        context: The context of the cast.
-        narrow: Quantizes a row in a named cast under a context, and returns its values.
-
-    Raises:
-        UserError: The cast has a key that nothing computes.
-    """
-    if left := cast.lacking[Consumer.TORCH]:
-        raise UserError(f"cast {cast.name!r}: nothing computes {', '.join(left)}; remove the key")
-    prepared = Prepared(x)
-    if cast.center:
-        prepared = _without_mean(prepared, cast, context, narrow)
-    if cast.hadamard:
-        prepared = _transformed(prepared, cast, axis, context)
-    if cast.outliers or cast.compensate:
-        x = prepared.x
-        prepared = prepared._replace(
-            x=clamp_outliers(x, cast.outliers, context) if cast.outliers else x, unclamped=x
-        )
-    return prepared
-
-
-def _without_mean(prepared: Prepared, cast: Cast, context: QuantContext, narrow: Narrow) -> Prepared:
-    """Subtract the mean over tokens, in x's dtype; `center_cast` rounds what is added back."""
-    x = prepared.x
-    mean = context.token_mean(x, in_c.token_sums(x)).float()
-    rest = x - mean  # in float32
-    if cast.center_cast:
-        row = QuantContext(shard=None if context.shard is None else context.shard.row())
-        mean = narrow(mean.flatten(0, -2), cast.center_cast, row).view([1] * (x.ndim - 1) + [-1])
-    return Prepared(rest, mean)
-
-
-def _transformed(prepared: Prepared, cast: Cast, axis: int, context: QuantContext) -> Prepared:
-    """Transform the tensor and its mean, so that their sum is the transformed tensor."""
-    x, mean, signs = prepared.x, prepared.mean, context.signs_of(cast)
-    if context.shard is not None:
-        context.shard.require_aligned(cast.hadamard, axis, cast)
-    if mean is not None:
-        mean = hadamard(mean.expand_as(x), cast.hadamard, axis, signs)
-    return Prepared(hadamard(x, cast.hadamard, axis, signs), mean)
 
 
 def clamp_outliers(x: torch.Tensor, quantile: float, context: QuantContext = DEFAULT_CONTEXT) -> torch.Tensor:
