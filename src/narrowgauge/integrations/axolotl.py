@@ -72,20 +72,10 @@ class NarrowgaugePlugin(BasePlugin):  # type: ignore[misc, unused-ignore]
     def add_callbacks_post_trainer(self, cfg: Any, trainer: Any) -> list[Any]:
         """Give the trainer its optimizer and the callback."""
         block, args = _block(cfg), trainer.args
-        arguments = {
-            "recipe": block.recipe,
-            "seed": block.seed,
-            "lr": args.learning_rate,
-            "betas": (args.adam_beta1, args.adam_beta2),
-            "eps": args.adam_epsilon,
-            "weight_decay": args.weight_decay,
-            "narrow_model": trainer.model,
-        }
+        arguments = {"recipe": block.recipe, "seed": block.seed, "narrow_model": trainer.model}
+        callback = NarrowTrainerCallback(block.seed, block.gauges_every, arguments, block.decay_step)
+        callback.on_init_end(args, trainer.state, trainer.control, model=trainer.model)  # too late for it
         trainer.optimizer_cls_and_kwargs = (TrainerAdamW, arguments)
-        callback = NarrowTrainerCallback(block.seed, block.gauges_every, decay_step=block.decay_step)
-        callback.on_init_end(
-            args, trainer.state, trainer.control, model=trainer.model
-        )  # it comes too late for it
         return [callback]
 
 

@@ -46,7 +46,7 @@ class History(torch.nn.Module):
         self.reset("cpu")
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of each tensor of the state, by name."""
+        """The shape of each tensor of the state, by name; the first holds what a step records."""
         raise NotImplementedError
 
     def reset(self, device: torch.device | str) -> None:
@@ -67,7 +67,7 @@ class History(torch.nn.Module):
 
     def discard_step(self) -> None:
         """Forget what was recorded in this step, so that its end changes nothing."""
-        raise NotImplementedError
+        next(iter(self.tensors().values())).zero_()
 
     def end_step(self) -> None:
         """Incorporate what was recorded in this step."""
@@ -103,10 +103,6 @@ class AmaxHistory(History):
     def update(self, x: torch.Tensor) -> None:
         """Include a tensor in the amax of the current step."""
         raise_amax(self.amax, x)
-
-    def discard_step(self) -> None:
-        """Forget what was recorded in this step, so that its end changes nothing."""
-        self.amax.zero_()
 
     @torch.no_grad()
     def end_step(self) -> None:
@@ -165,10 +161,6 @@ class ChannelChoice(History):
         """Add part of the layer's input to the squares of the current step."""
         if x.numel():
             self.squares.add_(squared_norms(x, shard))
-
-    def discard_step(self) -> None:
-        """Forget what was recorded in this step, so that its end changes nothing."""
-        self.squares.zero_()
 
     @torch.no_grad()
     def end_step(self) -> None:

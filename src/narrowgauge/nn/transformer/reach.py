@@ -119,13 +119,13 @@ def _is_matrix(module: torch.nn.Module, name: str, p: torch.Tensor) -> bool:
     return sum(size > 1 for size in p.shape) > 1 and not is_table
 
 
-def warn_of_left(model: torch.nn.Module, also: Kinds = ()) -> None:
+def warn_of_left(model: torch.nn.Module) -> None:
     """Report in one warning what a recipe leaves of a model, unless it is almost nothing.
 
     Layers in plain lists, and those whose forward method was replaced, are always reported: these are
     mistakes.
     """
-    weights = list(matmul_weights(model, also))
+    weights = list(matmul_weights(model))
     left = [w for w in weights if w.why]
     share = sum(w.elements for w in left) / max(1, sum(w.elements for w in weights))
     if share >= _SILENT_BELOW or any(w.why in (_REPLACED, _IN_LIST) for w in left):

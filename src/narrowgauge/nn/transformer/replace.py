@@ -45,23 +45,20 @@ def replace_places(model: torch.nn.Module, recipe: Recipe, resolved: Mapping[str
         recipe: The recipe of the model.
         resolved: The recipe of each attention by its name.
     """
-    attentions = {name: m for name, m in model.named_modules() if isinstance(m, Attention)}
-    for index, (name, attention) in enumerate(attentions.items()):
-        of_layer = resolved[name]
-        new = NarrowAttention(of_layer, index) if of_layer.narrows_attention else Attention()
-        _put_unless_plain(model, name, attention, new)
-    points = {name: m for name, m in model.named_modules() if isinstance(m, Residual)}
-    for index, (name, point) in enumerate(points.items()):
-        _put_unless_plain(
-            model, name, point, Residual() if recipe.stream.name == "fp32" else NarrowResidual(recipe, index)
-        )
 
+    def attention(name: str, index: int) -> Attention:
+        part = resolved[name]
+        return NarrowAttention(part, index) if part.narrows_attention else Attention()
 
-def _put_unless_plain(model: torch.nn.Module, name: str, old: torch.nn.Module, new: torch.nn.Module) -> None:
-    """Replace a module by another, unless both are the plain ones."""
-    if type(old) is type(new) and type(new) in (Attention, Residual):
-        return
-    put(model, name, new.train(old.training))
+    def residual(name: str, index: int) -> Residual:
+        return Residual() if recipe.stream.name == "fp32" else NarrowResidual(recipe, index)
+
+    for kind, make in ((Attention, attention), (Residual, residual)):
+        found = [(name, module) for name, module in model.named_modules() if isinstance(module, kind)]
+        for index, (name, old) in enumerate(found):
+            new = make(name, index)
+            if not (type(old) is type(new) is kind):  # a plain one stays the same object
+                put(model, name, new.train(old.training))
 
 
 def put(model: torch.nn.Module, name: str, module: torch.nn.Module) -> None:
