@@ -3,7 +3,9 @@
 As in `operations`, kernels run where `kernels.dispatch` lets them.
 """
 
+from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,14 +42,18 @@ def both_layouts(cast: Cast, given: str, device: torch.device, shape: Shape) -> 
     return codes | {"scale": q.scales, "the amax that is noted": seen}
 
 
+def bytes_of(given: Mapping[str, Any]) -> list[Tensor]:
+    """All tensors among the arguments of a product, as bytes."""
+    tensors = [given["mat_a"], given["mat_b"].T, *given["scale_a"], *given["scale_b"]]
+    return [t.reshape(-1).contiguous().view(torch.uint8) for t in tensors]
+
+
 def hardware_layout(cast: Cast, axis: int, device: torch.device, shape: Shape) -> Found:
     """The bytes of codes and scales as matrix units read blocks: packed, and in tiles of 128 x 4 scales."""
     x, context = drawn(shape, 0, device), QuantContext(random_stream(1, 2, 3, device))
     operand = tiled_operand(x, cast, axis, context)
     written = operand or quantized_operand(quantize(x, cast, axis, context)[0], axis)
-    given = arguments(written, written)
-    tensors = [given["mat_a"], given["mat_b"].T, *given["scale_a"], *given["scale_b"]]
-    return {f"argument {i}": t.reshape(-1).contiguous().view(torch.uint8) for i, t in enumerate(tensors)}
+    return {f"argument {i}": t for i, t in enumerate(bytes_of(arguments(written, written)))}
 
 
 def heads(has_bias: bool, has_table: bool, device: torch.device, shape: Shape) -> Found:

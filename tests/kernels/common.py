@@ -34,11 +34,13 @@ def assert_same(ours, theirs):
 
 
 def assert_c_is_torch(outcome, monkeypatch):
-    """`outcome` gives tensors and the name of the autograd function that made them."""
+    """`outcome` gives tensors and the name of the autograd function that made them, also of three threads."""
     found, name = outcome()
     assert name.startswith("_"), "by a function of this package"
-    monkeypatch.setenv("NARROWGAUGE_KERNELS", "0")
-    plain, name = outcome()
+    assert_same_for_threads(lambda: outcome()[0], monkeypatch)
+    with monkeypatch.context() as patch:
+        patch.setenv("NARROWGAUGE_KERNELS", "0")
+        plain, name = outcome()
     assert not name.startswith("_")
     assert_same(found, plain)
 
@@ -46,9 +48,10 @@ def assert_c_is_torch(outcome, monkeypatch):
 def assert_same_for_threads(run, monkeypatch):
     """`run` gives the same bits where three threads share the work."""
     one, before = run(), torch.get_num_threads()
-    monkeypatch.setattr("narrowgauge.quantization.passes.in_c.A_THREAD", 1000)
-    torch.set_num_threads(3)
-    try:
-        assert_same(run(), one)
-    finally:
-        torch.set_num_threads(before)
+    with monkeypatch.context() as patch:
+        patch.setattr("narrowgauge.quantization.passes.in_c.A_THREAD", 100)
+        torch.set_num_threads(3)
+        try:
+            assert_same(run(), one)
+        finally:
+            torch.set_num_threads(before)

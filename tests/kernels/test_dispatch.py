@@ -1,6 +1,6 @@
 """Where kernels run, and where plain operations do."""
 
-import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -35,12 +35,9 @@ def test_gpus_before_ampere_keep_to_plain_operations(capability, has, monkeypatc
     [("rtx4090", False), ("h100", True), ("b200", True), ("sm_120", True), ("mi300x", False)],
 )
 def test_triton_rounds_to_fp8_directly_from_hopper_on(gpu, converts):
-    """For Ada it goes by way of float16, toward zero: this number would become 1, and is nearest to 1.125."""
+    """For Ada it goes by way of float16, toward zero: 1.0625 + 2^-13 would become 1 in place of 1.125."""
     with imagine(named_device(gpu), lambda _: None):
         assert converts_to_fp8(torch.device("meta")) == converts
-    number = torch.tensor(1.0625 + 2.0**-13)
-    by_way, direct = (x.to(torch.float8_e4m3fn).float() for x in (torch.tensor(1.0625).half(), number))
-    assert (by_way, direct) == (1, 1.125)
 
 
 def test_nothing_is_launched_for_no_numbers_or_wide_ones(device):
@@ -49,54 +46,30 @@ def test_nothing_is_launched_for_no_numbers_or_wide_ones(device):
     assert not use_kernels(torch.zeros(3, dtype=torch.float64, device=device))
 
 
-def launches(function):
-    """The calls `kernel[grid](...)` in a function."""
-    calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
-    return [call for call in calls if isinstance(call.func, ast.Subscript)]
-
-
-def test_every_launch_is_on_the_device_of_its_tensors_and_every_atomic_is_relaxed():
+def test_every_launch_is_by_one_door_and_every_atomic_is_relaxed():
     """Triton launches on the current device, and a model may be on another; one door sees to that. A
     result is read by a later launch; an ordered atomic would flush the caches of an MI300X each time."""
-    found, ordered = {}, []
-    for path in (Path(kernels.__file__).parent / "triton").glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.FunctionDef) and launches(node):
-                found[f"{path.name}:{node.name}"] = node
-            if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("tl.atomic_"):
-                relaxed = any(k.arg == "sem" and ast.unparse(k.value) == "'relaxed'" for k in node.keywords)
-                ordered += [] if relaxed else [f"{path.name}:{node.lineno}"]
-    assert not ordered
-    assert list(found) == ["launch.py:perform"]
-    (guard,) = [node for node in ast.walk(found["launch.py:perform"]) if isinstance(node, ast.With)]
-    assert ast.unparse(guard.items[0]) == "torch.cuda.device_of(args[0])"
-    assert len(launches(guard)) == 1
+    text = "".join(path.read_text() for path in (Path(kernels.__file__).parent / "triton").glob("*.py"))
+    assert re.findall(r"(.*)\n.*\w\]\(", text) == ["        with torch.cuda.device_of(args[0]):"]
+    assert text.count("tl.atomic_") == text.count('sem="relaxed"')
 
 
 def test_missing_headers_are_found_before_a_kernel_is_built(monkeypatch, tmp_path):
     """As on Debian without python3-dev. Triton would fail in the middle of step 0; now plain operations
     run, and a sentence explains why. Headers elsewhere are found where the compiler finds them."""
-
-    def forget():
-        for function in (dispatch.build_gap, dispatch.can_compile):
-            function.cache_clear()
-
+    for cached in ("build_gap", "can_compile"):
+        monkeypatch.setattr(dispatch, cached, getattr(dispatch, cached).__wrapped__)
     gpu = torch.device("cuda", 48)
-    with monkeypatch.context() as patch:
-        patch.setattr(dispatch.sysconfig, "get_path", lambda name: str(tmp_path / "none"))
-        patch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-        patch.delenv("CPATH", raising=False)
-        patch.delenv("C_INCLUDE_PATH", raising=False)
-        forget()
-        assert not has_kernels(gpu)
-        assert dispatch.kernels_missing(gpu).startswith(
-            "no kernels: this machine lacks Python.h (install python3-dev"
-        )
-        assert dispatch.kernels_missing(torch.device("cpu")) == ""
-        patch.setenv("NARROWGAUGE_KERNELS", "0")
-        assert dispatch.kernels_missing(gpu) == ""
-        (tmp_path / "Python.h").touch()
-        patch.setenv("CPATH", str(tmp_path))
-        forget()
-        assert dispatch.build_gap() == ""
-    forget()
+    monkeypatch.setattr(dispatch.sysconfig, "get_path", lambda name: str(tmp_path / "none"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.delenv("CPATH", raising=False)
+    monkeypatch.delenv("C_INCLUDE_PATH", raising=False)
+    assert not has_kernels(gpu)
+    lacks = "no kernels: this machine lacks Python.h (install python3-dev"
+    assert dispatch.kernels_missing(gpu).startswith(lacks)
+    assert dispatch.kernels_missing(torch.device("cpu")) == ""
+    (tmp_path / "Python.h").touch()
+    monkeypatch.setenv("CPATH", str(tmp_path))
+    assert dispatch.build_gap() == ""
+    monkeypatch.setenv("NARROWGAUGE_KERNELS", "0")
+    assert dispatch.kernels_missing(gpu) == ""

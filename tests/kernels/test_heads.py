@@ -6,7 +6,7 @@ The kernels round a gradient once, torch its products as well; so theirs is comp
 import pytest
 import torch
 
-from kernels.common import DTYPES, assert_c_is_torch, assert_same, assert_same_for_threads, needs_c, normal
+from kernels.common import DTYPES, assert_c_is_torch, assert_same, needs_c, normal
 from narrowgauge.kernels.amax import attached_amax
 from narrowgauge.kernels.heads import reference, rotary, rotary_reference, split_heads
 
@@ -115,9 +115,6 @@ def test_heads_in_c_have_torchs_bits(shape, monkeypatch):
     assert_c_is_torch(lambda: in_c(*shape), monkeypatch)
 
 
-@needs_c
-def test_heads_in_c_are_the_same_for_any_number_of_threads(monkeypatch):
-    shape = 4, 64, 4, 2, 32, False
-    assert_same_for_threads(lambda: in_c(*shape)[0], monkeypatch)
+def test_heads_of_fp32_stay_with_torch():
     x = torch.randn(1, 2, 4, 16, requires_grad=True)
-    assert "Rotary" not in rotary(x, torch.ones(2, 4, 8)).grad_fn.name(), "fp32 stays with torch"
+    assert "Rotary" not in rotary(x, torch.ones(2, 4, 8)).grad_fn.name()

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from gpu.joined_operations import bytes_of
 from kernels.common import INF, NAN, assert_same, normal
 from narrowgauge.kernels.cast import emulate_rows
 from narrowgauge.kernels.dispatch import plain_operations
@@ -113,12 +114,6 @@ def test_the_slope_of_rounding_is_that_of_the_reference(device):
     assert not ours[3].isfinite().any()
 
 
-def read(given):
-    """All tensors among the arguments of a product, as bytes."""
-    tensors = [given["mat_a"], given["mat_b"].T, *given["scale_a"], *given["scale_b"]]
-    return [t.reshape(-1).contiguous().view(torch.uint8) for t in tensors]
-
-
 @pytest.mark.tier("thorough")
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
 def test_a_layer_asks_for_the_same_products(name, device, monkeypatch):
@@ -126,7 +121,7 @@ def test_a_layer_asks_for_the_same_products(name, device, monkeypatch):
     asked = []
 
     def taken(mat_a, mat_b, **given):
-        asked.append(read({"mat_a": mat_a, "mat_b": mat_b} | given))
+        asked.append(bytes_of({"mat_a": mat_a, "mat_b": mat_b} | given))
         return torch.ones(mat_a.shape[0], mat_b.shape[1], device=device).bfloat16()
 
     monkeypatch.setattr("narrowgauge.nn.gemm.torch_scaled_mm", taken)

@@ -21,7 +21,7 @@ ROWS = {
     "Hugging Face `Trainer`",  # integrations/test_transformers.py
     "optimizers of torch's, schedule-free, bitsandbytes",  # test_other_optimizers.py
     "`torch.save` of a state dict",  # optim/test_loop_state.py
-    "gradient accumulation",  # test_laws.py, test_weight_state.py
+    "gradient accumulation",  # test_accumulation.py, test_weight_state.py
     "tied weights",  # test_laws.py, test_weight_state.py
     "both `state_dict`s, as DCP, accelerate and Lightning save them: resume",  # optim/test_loop_state.py
 }

@@ -25,31 +25,15 @@ def _dual_gradient(f, x):
         y.backward(forward_ad.make_dual(torch.ones_like(y), torch.ones_like(y)))
 
 
-def _slope(f, x):
-    x = x.clone().requires_grad_()
-    return x, torch.autograd.grad(f(x), x, create_graph=True)[0]
-
-
 def _penalty(f, x):
-    _slope(f, x)[1].square().sum().backward()
-
-
-def _allow_unused(f, x):
-    x, slope = _slope(f, x)
-    torch.autograd.grad(slope.sum(), x, allow_unused=True)
+    x = x.clone().requires_grad_()
+    torch.autograd.grad(f(x), x, create_graph=True)[0].square().sum().backward()
 
 
 #: Of a function of x with a scalar result.
-SECOND = {
-    "a gradient penalty": _penalty,
-    "grad with allow_unused": _allow_unused,
-    "functional.hessian": functional.hessian,
-    "functional.jvp": lambda f, x: functional.jvp(f, x, torch.ones_like(x)),
-}
+SECOND = {"a gradient penalty": _penalty, "functional.hessian": functional.hessian}
 TRANSFORMS = {
     "func.grad": lambda f, x: torch.func.grad(f)(x),
-    "func.vmap": lambda f, x: torch.func.vmap(f)(x[None]),
-    "func.jvp": lambda f, x: torch.func.jvp(f, (x,), (torch.ones_like(x),)),
     "forward mode": _dual,
     "forward mode over backward": _dual_gradient,
     "batched gradients": lambda f, x: functional.jacobian(lambda x: f(x)[None], x, vectorize=True),

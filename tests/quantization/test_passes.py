@@ -8,6 +8,7 @@ import subprocess
 import pytest
 import torch
 
+from kernels.common import assert_same, assert_same_for_threads, needs_c
 from narrowgauge.formats import RandomStream, random_stream
 from narrowgauge.quantization import QuantContext, emulate, make_cast, quantize_in_context
 from narrowgauge.quantization.blocks import blocks_of
@@ -18,7 +19,6 @@ from narrowgauge.quantization.scales import scales_from
 from narrowgauge.system import operating_system
 from quantization.casts import CASTS
 
-needs_c = pytest.mark.skipif(not build.compiler(), reason="there is no C compiler")
 #: Numbers by shape, dtype and power of two, and whether some are not finite. The small ones are stored as
 #: subnormal bf16, where an element times its scale is rounded.
 GIVEN = [
@@ -45,17 +45,6 @@ def outcome(x, cast, axis):
     operand, scale = emulate(x, cast, axis, torch.bfloat16, context)
     q = quantize_in_context(x, cast, axis, context)
     return [operand, torch.ones(()) if scale is None else scale, q.codes, q.scales, q.tensor_scale]
-
-
-def bits(t):
-    """Words that are equal only for equal bits; all NaNs are one."""
-    return t.int() if not t.is_floating_point() else torch.nan_to_num(t.float(), nan=7e37).view(torch.int32)
-
-
-def assert_same(found, expected):
-    for a, b in zip(found, expected, strict=True):
-        assert a.dtype == b.dtype
-        assert torch.equal(bits(a), bits(b))
 
 
 @needs_c
@@ -103,15 +92,7 @@ def test_errors_and_sums_of_blocks_have_the_bits_of_torch(name, axis):
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp8", "e4m3"])
 def test_threads_share_a_pass_and_change_nothing(name, monkeypatch):
     x, cast = numbers((96, 512), torch.bfloat16), make_cast({"cast": name, "rounding": "stochastic"})
-    alone = outcome(x, cast, -1)
-    monkeypatch.setattr(in_c, "A_THREAD", 1000)
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
-        together = outcome(x, cast, -1)
-    finally:
-        torch.set_num_threads(before)
-    assert_same(together, alone)
+    assert_same_for_threads(lambda: outcome(x, cast, -1), monkeypatch)
 
 
 @pytest.fixture

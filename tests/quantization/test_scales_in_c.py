@@ -3,15 +3,16 @@
 import pytest
 import torch
 
+from kernels.common import assert_same, needs_c, same_bits
 from narrowgauge.formats import codes_of, decode, format
 from narrowgauge.quantization import DEFAULT_CONTEXT
 from narrowgauge.quantization.blocks import Blocks
-from narrowgauge.quantization.passes import build, in_c, in_torch
+from narrowgauge.quantization.passes import in_c, in_torch
 from narrowgauge.quantization.passes.in_c import decoded, encoded
 from narrowgauge.quantization.passes.in_torch import Split
 from quantization.casts import CASTS
 
-pytestmark = pytest.mark.skipif(not build.compiler(), reason="there is no C compiler")
+pytestmark = needs_c
 OF_SCALES = ("element", "scale", "scale_rule", "power_of_two", "headroom", "scale_rounding", "zero_scale")
 OF_SCALES += ("tensor_scale", "scale_target", "candidates", "choose")
 NEAREST = {n: c for n, c in CASTS.items() if c.to_nearest.scale_rounding == "nearest-even" and not c.correct}
@@ -29,17 +30,6 @@ def amaxes():
     return torch.cat([words.view(torch.float32), torch.logspace(-8, 8, 1000)])
 
 
-def bits(t):
-    return t if t.dtype == torch.bool else torch.nan_to_num(t, nan=7e37).view(torch.int32)
-
-
-def assert_same(found, expected):
-    assert found.divides == expected.divides
-    for mine, other in zip(found[:4], expected[:4], strict=True):
-        assert (mine is None) == (other is None)
-        assert mine is None or (mine.shape == other.shape and torch.equal(bits(mine), bits(other)))
-
-
 def scales_by(engine, amax, cast, over):
     """The scales of blocks of one element, each its amax."""
     blocks = Blocks.of(amax.shape, (1,) * amax.ndim)
@@ -53,13 +43,15 @@ def test_scales_have_the_bits_of_torch(name):
     of_row = torch.tensor([0.0, 0.3, 3e38]).view(3, 1, 1)
     overs = [torch.tensor(x) for x in (0.0, 1e-44, 0.3, 448.0, 3e38)] if c.tensor_scale != "none" else [None]
     for over in [of_row, of_row.expand_as(amax)] if c.has_row_scales else overs:
-        assert_same(*(scales_by(engine, amax, c, over) for engine in (in_c, in_torch)))
+        found, expected = (scales_by(engine, amax, c, over) for engine in (in_c, in_torch))
+        assert found.divides == expected.divides
+        assert_same(found[:4], expected[:4])
 
 
 def test_the_largest_finite_amax():
     def largest(x):
         amax, top = in_c.largest(x, Blocks.of(x.shape, (1,)))
-        assert torch.equal(bits(amax), bits(x))
+        assert same_bits(amax, x)
         return top.item()
 
     assert largest(amaxes()) == torch.finfo(torch.float32).max
