@@ -23,11 +23,9 @@ DOORS = {
 REFUSED = {
     "complex": (lambda: X.to(torch.complex64), "x is of dtype torch.complex64: .* give torch.view_as_real"),
     "integer": (lambda: X.long(), "x is of dtype torch.int64: .* give torch.Tensor.float"),
-    "truth": (lambda: X > 0, "x is of dtype torch.bool: .* give torch.Tensor.float"),
     "fp4 pairs": (lambda: torch.zeros(4, 64, dtype=torch.uint8).view(torch.float4_e2m1fn_x2), "float4"),
     "quantized": (lambda: torch.quantize_per_tensor(X, 0.1, 0, torch.qint8), "qint8: .* give torch.dequant"),
     "sparse": (lambda: X.to_sparse(), r"x is torch.sparse_coo: .* give x.to_dense\(\)"),
-    "oneDNN": (lambda: X.to_mkldnn(), r"x is torch._mkldnn: .* give x.to_dense\(\)"),
     "nested": (lambda: torch.nested.nested_tensor([X[0], X[1, :32]]), r"x is nested: .* x.unbind\(\)"),
     "list": (lambda: [1.0], "x is of type list: it must be a tensor"),
 }

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import narrowgauge as ng
-from narrowgauge.formats import Format, Specials, decode, encode, format, format_names
+from narrowgauge.formats import Format, Specials, decode, encode
 from narrowgauge.system.errors import UserError
 
 WIDTHS = [(signed, e, n - e) for signed in (True, False) for n in range(1, 9) for e in range(n + 1)]
@@ -169,18 +169,3 @@ def test_formats_of_at_most_four_bits_are_exact_or_refused(bias, monkeypatch):
 def test_formats_of_every_width_are_exact_or_refused(bias, monkeypatch):
     served = require_served_or_refused(bias, 8, monkeypatch)
     assert (served > 0) == (-130 < bias < 128)
-
-
-SHIPPED = [name for name in format_names() if format(name).bits <= 8 and format(name).zero]
-
-
-@pytest.mark.parametrize("name", SHIPPED)
-def test_a_shipped_format_of_a_byte_is_exact(name):
-    fmt = format(name)
-    if fmt.twos_complement:
-        assert_whole_numbers(fmt)
-        return
-    e, m = fmt.exponent_bits, fmt.mantissa_bits
-    grid, fits = magnitudes(e, m, fmt.bias, fmt.specials)
-    assert fits
-    require_exact(fmt, grid, kinds(e, m, fmt.specials)[0])

@@ -15,11 +15,16 @@ from narrowgauge.nn import convert
 from narrowgauge.trainer.models import Transformer, initialize, model_config
 
 TINY = {"dim": 48, "layers": 2, "heads": 4, "ffn_dim": 40, "vocab_size": 61, "max_sequence_length": 16}
-MODELS = {"llama": ("debug", TINY | {"kv_heads": 2}), "gpt2": ("gpt2-debug", TINY)}
+#: A base, its sizes, a recipe, and how near.
+MODELS = {
+    "llama": ("debug", TINY | {"kv_heads": 2}, None, 1e-5),
+    "gpt2": ("gpt2-debug", TINY, None, 1e-5),
+    "gpt2 in bf16": ("gpt2-debug", TINY, "bf16", 2e-2),
+}
+DOCUMENTS = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1], list(range(9))])
 
 
-def loss_and_gradients(model, position_BT=None):
-    device = model.embedding.weight.device
+def loss_and_gradients(model, position_BT, device):
     x_BT, y_BT = (
         torch.randint(61, (2, 9), generator=torch.Generator().manual_seed(s)).to(device) for s in (0, 1)
     )
@@ -29,32 +34,26 @@ def loss_and_gradients(model, position_BT=None):
     return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
 
 
-def assert_near_plain(model, got, near, **given):
-    with plain_operations():
-        expected = loss_and_gradients(model, **given)
-    for i, (a, b) in enumerate(zip(got, expected, strict=True)):
-        off = torch.linalg.vector_norm(a.double() - b.double())
-        assert off <= near * torch.linalg.vector_norm(b.double()), i
-
-
-@pytest.mark.tier("nightly", keep=("llama-None", "gpt2-None"))
+@pytest.mark.tier("nightly", keep=("llama", "gpt2"))
 @pytest.mark.tier("thorough")  # each kernel has its own test in the interpreter
 @pytest.mark.filterwarnings("ignore:.*overrides the forward pass")
-@pytest.mark.parametrize(("name", "like"), [("llama", None), ("gpt2", None), ("gpt2", "bf16")])
-def test_a_models_loss_and_all_gradients(device, name, like):
+@pytest.mark.parametrize("name", MODELS)
+def test_a_models_loss_and_all_gradients(device, name):
     """Also of documents that are kept apart; and with recomputation, which repeats every bit."""
-    base, sizes = MODELS[name]
-    model = Transformer(model_config(base, **sizes), torch.bfloat16 if like else torch.float32)
+    base, sizes, under, near = MODELS[name]
+    model = Transformer(model_config(base, **sizes), torch.bfloat16 if under else torch.float32)
     initialize(model, 0)
     for n, p in model.named_parameters():
         if "norm" in n or n.endswith("bias"):
             torch.nn.init.normal_(p, 1 if n.endswith("weight") else 0, 0.2)
-    model = convert(model.to(device), like) if like else model.to(device)
-    got = loss_and_gradients(model)
-    assert_near_plain(model, got, 2e-2 if like else 1e-5)
-    model.recompute = 1
-    assert_same(loss_and_gradients(model), got)
-    if name == "llama":
-        position_BT = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1], list(range(9))], device=device)
-        got = loss_and_gradients(model, position_BT)
-        assert_near_plain(model, got, 1e-5, position_BT=position_BT)
+    model = convert(model.to(device), under) if under else model.to(device)
+    for position_BT in (None, DOCUMENTS.to(device)):
+        model.recompute = 0
+        found = loss_and_gradients(model, position_BT, device)
+        with plain_operations():
+            expected = loss_and_gradients(model, position_BT, device)
+        for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+            off = torch.linalg.vector_norm(a.double() - b.double())
+            assert off <= near * torch.linalg.vector_norm(b.double()), i
+        model.recompute = 1
+        assert_same(loss_and_gradients(model, position_BT, device), found)

@@ -43,8 +43,7 @@ def through_safetensors(tensors):
 #: Of the weight of a layer.
 READS_OF_WEIGHT = {
     "arithmetic": lambda w: [2 * w + 1, w - w.T.T / 3, w.abs().max(), w.mean(1), w @ w.T],
-    "indexing": lambda w: [w[0], w[:, 3], w[2:5, ::2], w[torch.tensor([1, 4])], w[w > 0]],
-    "views": lambda w: [w.t(), w.view(-1), w.unsqueeze(0), *w.chunk(2), *w.unbind(0)[:2]],
+    "views": lambda w: [w.t(), w.view(-1), w[0], w[2:5, ::2], w[w > 0], *w.chunk(2), *w.unbind(0)[:2]],
     "casts": lambda w: [w.float(), w.double(), w.to(torch.bfloat16).float(), w.type_as(w)],
     "shown": lambda w: torch.tensor("NarrowTensor" in repr(w) or "Parameter" in repr(w)),
     "other_containers": lambda w: [
@@ -60,11 +59,7 @@ READS_OF_WEIGHT = {
 }
 READS = {name: lambda m, read=read: read(m[0].weight) for name, read in READS_OF_WEIGHT.items()}
 READS |= {
-    "linear_by_hand": lambda m: functional.linear(batch(), m[0].weight, m[0].bias),
     "parameters_to_vector": lambda m: nn.utils.parameters_to_vector(m.parameters()),
-    "averages": lambda m: [
-        p.detach().clone().mul_(0.9).add_(p, alpha=0.1).lerp_(p, 0.5) for p in m.parameters()
-    ],
     "copies_in_a_plain_weight": lambda m: torch.empty(64, 32).copy_(m[0].weight.detach()),
     "foreach_norms": lambda m: torch._foreach_norm([p.detach() for p in m.parameters()]),
     "saved_parameters": lambda m: list(through_a_file(dict(m.named_parameters())).values()),
@@ -82,7 +77,6 @@ def a_parent_that_reads_the_weight(m):
 
 #: Of a model, whose weights then have the gradients of these.
 LOSSES = {
-    "a_penalty_alone": lambda m: sum(p.square().sum() for p in m.parameters()),
     "a_penalty_and_the_loss": lambda m: loss_of(m) + 0.01 * sum(p.abs().sum() for p in m.parameters()),
     "two_backward_passes_and_a_read": lambda m: loss_of(m).backward() or loss_of(m, 2 if grads(m) else 1),
     "a_layer_called_twice": lambda m: (m(batch(1)) + m(batch(2))).square().mean(),
@@ -156,14 +150,6 @@ def other_weights_by_functional_call(m):
     torch.func.functional_call(m, other, (batch(),)).square().mean().backward()
     assert all(g is None for g in grads(m))
     return [p.grad for n, p in other.items() if n.endswith("weight")]
-
-
-@idiom
-def a_copy_has_gradients_of_its_own(m):
-    twin = copy.deepcopy(m)
-    loss_of(twin).backward()
-    assert all(g is None for g in grads(m))
-    return grads(twin)
 
 
 @idiom

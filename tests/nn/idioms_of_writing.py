@@ -14,14 +14,6 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from nn.idioms import weights
 
 
-def seeded(initialize, **options):
-    def run(w):
-        torch.manual_seed(5)
-        initialize(w, **options)
-
-    return run
-
-
 def halved(state):
     return {k: 0.5 * v for k, v in state.items()}
 
@@ -29,11 +21,9 @@ def halved(state):
 #: To the weight of a layer.
 WRITES_TO_WEIGHT = {
     "set_to_zero": lambda w: w.mul_(0),
-    "initialize_constant": lambda w: nn.init.constant_(w, 0.25),
-    "initialize_normal": seeded(lambda w: w.data.normal_(std=0.02)),
-    "initialize_orthogonal": seeded(nn.init.orthogonal_),
+    "initialize_normal": lambda w: torch.manual_seed(5) and w.data.normal_(std=0.02),
+    "initialize_orthogonal": lambda w: torch.manual_seed(5) and nn.init.orthogonal_(w),
     "copy_into_data": lambda w: w.data.copy_(w.flip(0).clone()),
-    "assign_data": lambda w: setattr(w, "data", w.data * 0.5),
     "output_argument": lambda w: torch.mul(w.clone(), 0.5, out=w),
 }
 WRITES_TO_MODEL = {

@@ -34,13 +34,14 @@ def row(title, also=()):
     return pytest.mark.parametrize("name", [*WIDE, *NARROW, *others])
 
 
-def model(name, seed=0):
+def model(name, seed=0, width=32, **options):
     torch.manual_seed(seed)
-    return ng.convert(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)), name)
+    layers = nn.Linear(width, 64), nn.GELU(), nn.Linear(64, width)
+    return ng.convert(nn.Sequential(*layers), name, **options)
 
 
-def batch(number=1):
-    return torch.randn(16, 32, generator=torch.Generator().manual_seed(number))
+def batch(number=1, width=32):
+    return torch.randn(16, width, generator=torch.Generator().manual_seed(number))
 
 
 def train(m, name, run=None, numbers=(1, 2, 3), says_step=False):
@@ -50,10 +51,11 @@ def train(m, name, run=None, numbers=(1, 2, 3), says_step=False):
 
 def go_on(m, optimizer, numbers, run=None, says_step=False):
     """Weights after some more steps."""
+    width = next(m.parameters()).shape[1]
     for number in numbers:
         if says_step:
-            ng.set_step(m, 0, number, 0)
-        (run or m)(batch(number)).square().mean().backward()
+            ng.set_step(m, 0, number, 0, 20, 15)
+        (run or m)(batch(number, width)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     return numbers_of(m)

@@ -91,22 +91,6 @@ def test_the_gradient_of_an_embedding_is_otherwise_left_to_autograd(lacks):
     assert len(seen) == (lacks == "no hook")
 
 
-def test_a_gradient_is_added_the_way_its_weight_is_stored():
-    """Hugging Face's Conv1D stores (K, N)."""
-    Conv1D = pytest.importorskip("transformers.pytorch_utils").Conv1D
-    model, x = convert(torch.nn.Sequential(Conv1D(64, 64)), "fp8"), torch.randn(16, 64)
-
-    def gradient():
-        model.zero_grad()
-        for _ in range(2):
-            model(x).square().sum().backward()
-        return model[0].weight.grad
-
-    with accumulating(model, keeps_codes=False):
-        ours = gradient()
-    assert torch.equal(ours, gradient())
-
-
 def test_a_gradient_is_added_without_autograd_unless_a_hook_sees_it_or_it_is_frozen():
     model, seen, given = model_under("fp8"), [], []
     frozen, watched, other = model.blocks[0].qkv.weight, model.blocks[0].down.weight, model.blocks[1].down

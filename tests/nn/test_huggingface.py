@@ -8,7 +8,9 @@ import torch
 import transformers
 
 from narrowgauge.nn import Linear, convert
+from narrowgauge.nn.linear import accumulating
 from narrowgauge.optim import AdamW
+from narrowgauge.quantization import gradient_of
 from narrowgauge.system.errors import UserError
 
 V, D, E = 67, 64, 4
@@ -60,6 +62,22 @@ def test_fp32_is_the_model_itself(kind):
     else:  # torch sums over the tokens of all experts in another order
         for name, t in expected.items():
             torch.testing.assert_close(got[name], t, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("under", ["fp8", "msamp-o2"])
+def test_a_conv1d_is_a_linear_layer_that_stores_its_weight_the_other_way(under):
+    conv, plain = transformers.pytorch_utils.Conv1D(64, 96), torch.nn.Linear(96, 64)
+    plain.load_state_dict({"weight": conv.weight.T, "bias": conv.bias})
+    a, b = (convert(torch.nn.Sequential(layer), under, keep=[]) for layer in (conv, plain))
+    x = torch.randn(40, 96, generator=torch.Generator().manual_seed(0))
+    with accumulating(a, keeps_codes=False):
+        for _ in range(2):
+            a(x).square().sum().backward()
+            b(x).square().sum().backward()
+    assert torch.equal(a(x), b(x))
+    gradient, expected = gradient_of(a[0].weight).T, gradient_of(b[0].weight)
+    assert torch.equal(gradient, expected) == (under == "fp8")
+    assert (gradient - expected).norm() < 0.1 * expected.norm(), "other random bits"
 
 
 def first_experts(model):

@@ -4,19 +4,14 @@ import pytest
 import torch
 from torch import nn
 
-import narrowgauge as ng
 from narrowgauge.system.errors import UserError
 from nn import idioms
 from nn.idioms_of_writing import WRITES
+from nn.own_loop import model
 
 RECIPES = ("bf16-sr", "msamp-o2", "msamp-o3", "eco")
 #: The largest relative error of one rounding of a weight; that of bf16-sr may be upward or downward.
-ROUNDING = {
-    "bf16-sr": 2.0**-7,
-    "msamp-o2": 2.0**-11,
-    "msamp-o3": 2.0**-4,
-    "eco": 2.0**-4,
-}
+ROUNDING = {"bf16-sr": 2.0**-7, "msamp-o2": 2.0**-11, "msamp-o3": 2.0**-4, "eco": 2.0**-4}
 #: Norm of the error of a gradient over that of the gradient: matmuls in bf16 or FP8, then its own format.
 GRADIENT_ERROR = {"bf16-sr": 0.02, "msamp-o2": 0.15, "msamp-o3": 0.15, "eco": 0.02}
 NO_MEMORY = "has no memory with its values: take a copy, "
@@ -24,8 +19,7 @@ NO_MEMORY = "has no memory with its values: take a copy, "
 
 def pair(name):
     """A model under a recipe, and a plain one with the same values."""
-    torch.manual_seed(0)
-    m = ng.convert(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)), name, keep=[])
+    m = model(name, keep=[])
     twin = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
     twin.load_state_dict({k: v.detach().clone() for k, v in m.state_dict().items()})
     return m, twin

@@ -10,7 +10,7 @@ from torch import nn, optim
 
 import narrowgauge as ng
 from narrowgauge.system.errors import UserError
-from nn.own_loop import is_on_page
+from nn.own_loop import batch, go_on, is_on_page, model
 
 RECIPES = ("bf16-sr", "msamp-o2", "msamp-o3", "eco")
 
@@ -45,19 +45,13 @@ WRITES = {
 
 
 def model_of(recipe, width=64):
-    torch.manual_seed(0)
-    layers = nn.Linear(width, width), nn.GELU(), nn.Linear(width, width)
-    return ng.convert(nn.Sequential(*layers), recipe, keep=[])
-
-
-def batch(n, width=64):
-    return torch.randn(16, width, generator=torch.Generator().manual_seed(n))
+    return model(recipe, width=width, keep=[])
 
 
 def after_backward(name):
     """A model under a recipe whose gradients wait."""
     m = model_of(name)
-    m(batch(1)).square().mean().backward()
+    m(batch(1, 64)).square().mean().backward()
     return m
 
 
@@ -89,16 +83,11 @@ def test_a_write_is_served_as_soon_as_an_optimizer_has_used_the_gradient(name, w
     torch.testing.assert_close(m[0].weight.detach().clone(), wide.detach(), rtol=2.0**-3, atol=2e-3)
 
 
-def trained(m, optimizer, steps, sets_step=False):
+def trained(m, optimizer, steps, says_step=False):
     """The warnings of steps."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for n in steps:
-            if sets_step:
-                ng.set_step(m, 0, n + 1, 0, 20, 15)
-            m(batch(n, m[0].in_features)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        go_on(m, optimizer, steps, says_step=says_step)
     return [str(w.message) for w in caught]
 
 
@@ -134,7 +123,7 @@ def test_an_optimizer_that_loses_a_recipes_moments_is_named_once(name):
 def test_a_resume_without_the_recipes_state_is_named_once(recipe, is_whole, sets_step, is_warned):
     m = model_of(recipe)
     optimizer = optim.AdamW(m.parameters())
-    trained(m, optimizer, range(2), sets_step)
+    trained(m, optimizer, (1, 2), sets_step)
     again = model_of(recipe)  # it has heard of no step
     its_optimizer = optim.AdamW(again.parameters())
     if is_whole:
@@ -142,7 +131,7 @@ def test_a_resume_without_the_recipes_state_is_named_once(recipe, is_whole, sets
     else:
         again.load_state_dict(m.state_dict())
         its_optimizer.load_state_dict(optimizer.state_dict())
-    said = trained(again, its_optimizer, range(2, 5), sets_step)
+    said = trained(again, its_optimizer, range(3, 6), sets_step)
     assert ["random bits and histories start over" in text for text in said] == [True] * is_warned
     assert all("narrowgauge.load_state_dict" in text for text in said)
 
@@ -150,12 +139,12 @@ def test_a_resume_without_the_recipes_state_is_named_once(recipe, is_whole, sets
 @pytest.mark.parametrize("recipe", ["fp8-delayed", "fp4-ue5m3", "tetrajet2-outliers"])
 def test_other_weights_are_multiplied_as_in_a_newly_converted_model(recipe):
     m, fresh = model_of(recipe), model_of(recipe)
-    trained(m, ng.AdamW(m.parameters(), recipe), range(3), sets_step=True)
+    trained(m, ng.AdamW(m.parameters(), recipe), range(1, 4), says_step=True)
     larger = {key: 100 * t for key, t in m.state_dict().items()}
     for each in (m, fresh):
         each.load_state_dict(larger)
         ng.set_step(each, 0, 9, 0, 20, 15)
-    assert torch.equal(m(batch(5)), fresh(batch(5)))
+    assert torch.equal(m(batch(5, 64)), fresh(batch(5, 64)))
 
 
 def test_an_optimizer_that_compiles_its_step_is_refused():

@@ -8,10 +8,21 @@ import pytest
 import torch
 
 import narrowgauge as ng
-from narrowgauge.quantization import QuantizedState, cast_names, make_cast, state_cast_names
+from narrowgauge.quantization import (
+    QuantizedState,
+    ShardAxis,
+    TensorShard,
+    cast_names,
+    ensure_state,
+    full_axis,
+    make_cast,
+    state_cast_names,
+)
 from narrowgauge.quantization.state import quantized_state
 from narrowgauge.quantization.state.gradient_state import PreScale, applied, next_mu
+from narrowgauge.quantization.state.parameter_state import SMALLEST_NARROW, is_large
 from narrowgauge.quantization.state.quantized_state import code_values, to_codes
+from nn.own_loop import through_a_file
 
 ROWS, COLUMNS = 48, 384
 ALL = [*cast_names(), *state_cast_names()]
@@ -131,6 +142,25 @@ def test_copies_from_the_host_are_read_only_as_long_as_nobody_writes_there(monke
         assert state.read().tolist() == [number] * 4
     state.fetch()
     assert state.read() is not state.tensors["values"]
+
+
+def test_only_large_matrices_have_narrow_moments():
+    """The size of the global tensor decides, not that of a shard."""
+    sizes = {(SMALLEST_NARROW,): False, (2, SMALLEST_NARROW // 2): True, (2, SMALLEST_NARROW // 2 - 1): False}
+    assert {size: is_large(torch.nn.Parameter(torch.ones(size))) for size in sizes} == sizes
+    p = torch.nn.Parameter(torch.ones(1, SMALLEST_NARROW // 2))
+    ensure_state(p).shard = TensorShard(
+        (ShardAxis(2, ((1, 1),), (object(),)), full_axis(SMALLEST_NARROW // 2))
+    )
+    assert is_large(p)
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16", "fp8", "nvfp4"])
+def test_a_plain_weight_carries_nothing(name):
+    """So that other programs read it when it is saved."""
+    p = ng.convert(torch.nn.Linear(96, 128), name).weight
+    assert vars(p) == {}
+    assert torch.equal(through_a_file(p, weights_only=True), p)
 
 
 def test_a_prescale_halves_on_overflow_and_doubles_over_a_thousand_steps():
