@@ -1,9 +1,9 @@
 """What a micro-batch costs on GPUs that are not here is what docs/performance.md shows: counted throughout.
 
-Whoever changes a figure changes the page. For other GPUs it is held what a recipe gains over another. Seconds
-are an H200's, in the proportion of data sheets for GPUs with a machine file (`cluster/plan/machines`), as they
-are for an RTX 5090 and an MI355X, which have none. Steps of whole models are counted from models of few
-layers: a count is linear in them.
+Whoever changes a figure changes the page. Of other GPUs, what a recipe gains over another is held here.
+Seconds are an H200's, in the proportion of data sheets for GPUs with a machine file
+(`cluster/plan/machines`), which an RTX 5090 and an MI355X lack. Steps of whole models are counted from models
+of few layers: a count is linear in them.
 """
 
 from functools import cache
