@@ -129,14 +129,6 @@ def test_every_line_of_narrowgauge_can_start(page, folder, capsys):
         assert {run for run in map(Path, needed) if run.suffix != ".html"} <= made, f"{page}: {line}"
 
 
-def test_a_line_that_cannot_start_is_found(folder):
-    for line in ("train --stepz 3", "compare --recipes bf16,mxfp5", "scaling --procs 1,3"):
-        with pytest.raises(UserError):
-            check(line.split())
-    with pytest.raises(UserError):
-        check(["train", "--training.micro_batch_size", "8"], processes=2)
-
-
 def test_the_tasks_of_an_editor_can_start(folder):
     """`launch.json`: the module and its arguments."""
     (block,) = blocks(PAGES["docs/how-to/troubleshooting.md"], "json")

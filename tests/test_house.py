@@ -290,20 +290,6 @@ def test_private_names_of_torch_stand_in_one_file():
         assert bool(found) == (path.name == "torch_compat.py"), f"{path}: {found} belong in torch_compat.py"
 
 
-def test_a_private_name_of_torch_is_found():
-    for line in (
-        "import torch.utils._pytree",
-        "from torch.utils._pytree import tree_map",
-        "from torch.nn.functional import scaled_mm",
-        "torch._C._current_graph_task_id()",
-        "x = t._local_tensor",
-        "grid._flatten('name')",
-        "dist.all_gather_into_tensor(a, b)",
-        "import_module('torch.testing._internal.distributed.fake_pg')",
-    ):
-        assert private_names_of_torch(ast.parse(line), set()), line
-
-
 FILE_LINES, FUNCTION_LINES = 500, 80  # the limits that CONTRIBUTING states
 
 

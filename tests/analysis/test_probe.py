@@ -126,9 +126,8 @@ def test_the_same_numbers_every_time(subject, probed):
 
 
 @pytest.mark.tier("thorough")
-def test_a_run_is_probed_by_the_command(narrowgauge, line, tmp_path):
-    run = tmp_path / "run"
-    assert narrowgauge(*line({"recipe.name": "bf16"}), "--out", run).code == 0
+def test_a_run_is_probed_by_the_command(narrowgauge, trained):
+    run = trained({"recipe.name": "bf16"})
     done = narrowgauge("probe", run, "--recipes", "bf16,mxfp4", "--batches", 2, "--draws", 2, "--json")
     assert done.code == 0
     kept = json.loads((run / "probe.json").read_text())

@@ -136,28 +136,18 @@ def test_a_budget_between_whole_gemms_is_refused():
     assert one.amount(solve(one, above), above) == pytest.approx(2 / 3)
 
 
-@pytest.fixture(scope="module")
-def trained(narrowgauge, line, tmp_path_factory):
-    """A run of bf16 that the commands below search."""
-    run = tmp_path_factory.mktemp("search") / "run"
-    assert narrowgauge(*line({"recipe.name": "bf16"}), "--out", run).code == 0
-    return run
-
-
 WORDS = ("--formats", "mxfp4,bf16", "--budget", "0.5", "--batches", 1, "--batch-size", 2)
 FORKS = ("--fork-steps", 1, "--fork-seeds", 1)
 
 
 @pytest.mark.tier("thorough")
 def test_the_command_writes_recipes_and_prints_the_line_that_compares_them(narrowgauge, trained, tmp_path):
-    out = tmp_path / "found.toml"
-    done = narrowgauge("search", trained, *WORDS, *FORKS, "--out", out)
+    run, out = trained({"recipe.name": "bf16"}), tmp_path / "found.toml"
+    done = narrowgauge("search", run, *WORDS, *FORKS, "--out", out)
     assert done.code == 0, done.err
     assert "of the FLOPs in 4 bits, predicted cost" in done.out
     assert load_recipe(out).name == "found"
-    told = narrowgauge(
-        "search", trained, *WORDS, *FORKS, "--keep", "head,blocks.0.qkv", "--out", out, "--json"
-    )
+    told = narrowgauge("search", run, *WORDS, *FORKS, "--keep", "head,blocks.0.qkv", "--out", out, "--json")
     answer = json.loads(told.out)
     assert answer["kept"] == ["blocks.0.qkv", "head"]
     assert 0.5 <= answer["amount"] <= 0.55
@@ -166,7 +156,7 @@ def test_the_command_writes_recipes_and_prints_the_line_that_compares_them(narro
         (("--keep", "lm_head", "--out", out), "--keep lm_head: no layer has this name; take one of qkv, "),
         (("--out", tmp_path / "uniform.toml"), "another recipe that it is compared with has this name"),
     ):
-        refused = narrowgauge("search", trained, *WORDS, *words)
+        refused = narrowgauge("search", run, *WORDS, *words)
         assert (refused.code, sentence in refused.err) == (2, True)
     words = shlex.split(answer["compare"])[1:]
     compared = narrowgauge(*words[:-2], "--steps", 2, "--out", tmp_path / "compared")

@@ -24,21 +24,20 @@ from narrowgauge.trainer.analysis.gradient import loss_and_gradient, loss_of
 from narrowgauge.trainer.analysis.sensitivity import Cost
 from narrowgauge.trainer.analysis.update import lost, progress
 
-
-@pytest.fixture(scope="module")
-def trained(narrowgauge, line, tmp_path_factory):
-    """A tiny model after thirty steps: enough for its predictions not to be uniform."""
-    run = tmp_path_factory.mktemp("sensitivity") / "run"
-    changes = {"recipe.name": "fp32", "training.steps": 30, "training.batch_size": 8, "checkpoint.every": 30}
-    changes["model.initial_std"] = 0.02
-    assert narrowgauge(*line(changes), "--out", run).code == 0
-    return run
+#: A tiny model after thirty steps: enough for its predictions not to be uniform.
+CHANGES = {"recipe.name": "fp32", "training.steps": 30, "training.batch_size": 8, "checkpoint.every": 30}
+CHANGES |= {"model.initial_std": 0.02}
 
 
 @pytest.fixture(scope="module")
-def costs(trained):
+def run(trained):
+    return trained(CHANGES)
+
+
+@pytest.fixture(scope="module")
+def costs(run):
     """Costs in MXFP4: of the forward pass, of the backward pass as estimated, and as measured."""
-    probed = open_probed(trained, "cpu", batches=2, batch_size=4)
+    probed = open_probed(run, "cpu", batches=2, batch_size=4)
     metric, mxfp4 = step_metric(probed.trained), cast("mxfp4")
     return (
         forward_costs(probed.subject, mxfp4),
@@ -64,9 +63,9 @@ def test_the_gradient_of_a_weight_is_estimated_exactly(costs):
             assert estimate.cost == pytest.approx(measured[estimate.name], rel=1e-3), estimate.name
 
 
-def test_a_forward_cost_is_the_loss_that_a_recipe_adds(trained, costs):
+def test_a_forward_cost_is_the_loss_that_a_recipe_adds(run, costs):
     """The same layer narrowed by a separate recipe, and the means of both batches."""
-    subject = open_probed(trained, "cpu", batches=2, batch_size=4).subject
+    subject = open_probed(run, "cpu", batches=2, batch_size=4).subject
     wide = subject.model(recipe("fp32"))
     narrow = subject.model(recipe("fp32").with_places({"fprop.w": "mxfp4"}).in_high_precision(["blocks.*"]))
     added = [
@@ -78,8 +77,8 @@ def test_a_forward_cost_is_the_loss_that_a_recipe_adds(trained, costs):
 
 
 @pytest.mark.tier("thorough")
-def test_a_wide_cast_costs_nothing(trained):
-    probed = open_probed(trained, "cpu", batches=2)
+def test_a_wide_cast_costs_nothing(run):
+    probed = open_probed(run, "cpu", batches=2)
     metric, fp32 = step_metric(probed.trained), cast("fp32")
     assert all(c.cost == 0 for c in forward_costs(probed.subject, fp32))
     assert all(c.cost == 0 for c in exact_backward_costs(probed.subject, fp32, metric))
@@ -102,9 +101,9 @@ def test_sensitivity_share_is_what_a_best_step_along_the_narrow_gradient_leaves(
     assert lost({"w": p}, {"w": g}, {"w": -g}) == progress({"w": p}, {"w": g})["w"]  # nothing is left
 
 
-def test_the_metric_is_that_of_the_optimizer_of_the_run(trained):
+def test_the_metric_is_that_of_the_optimizer_of_the_run(run):
     """AdamW's next step is its momentum times P: with a momentum of zero, a step of torch's AdamW shows P."""
-    probed = open_probed(trained, "cpu", batches=1, batch_size=2)
+    probed = open_probed(run, "cpu", batches=1, batch_size=2)
     metric, subject = step_metric(probed.trained), probed.subject
     _, gradient = loss_and_gradient(subject.model(recipe("fp32")), subject.batches[0], subject.position)
     factors = metric.factors(gradient)
@@ -124,10 +123,10 @@ def test_the_metric_is_that_of_the_optimizer_of_the_run(trained):
 
 
 @pytest.fixture(scope="module")
-def exported(narrowgauge, trained, tmp_path_factory):
+def exported(narrowgauge, run, tmp_path_factory):
     """The trained model in a Hugging Face folder, and a function that writes it with other weights."""
     folder = tmp_path_factory.mktemp("exported") / "model"
-    assert narrowgauge("export", trained, "--to", "hf", "--out", folder).code == 0
+    assert narrowgauge("export", run, "--to", "hf", "--out", folder).code == 0
     weights = load_file(folder / "model.safetensors")
 
     def write(name, changes):
@@ -188,30 +187,30 @@ def test_costs_do_not_depend_on_how_a_function_is_written(costs_in, exported):
 
 
 @pytest.mark.tier("thorough")
-def test_the_command_names_the_four_worst(narrowgauge, trained, costs):
-    done = narrowgauge("sensitivity", trained, "--to", "mxfp4", "--batches", 2, "--batch-size", 4, "--json")
+def test_the_command_names_the_four_worst(narrowgauge, run, costs):
+    done = narrowgauge("sensitivity", run, "--to", "mxfp4", "--batches", 2, "--batch-size", 4, "--json")
     assert done.code == 0
     found = json.loads(done.out)
-    assert found == json.loads((trained / "sensitivity.json").read_text())
+    assert found == json.loads((run / "sensitivity.json").read_text())
     assert found["worst"] == [cost.name for cost in worst(costs[0])]
     assert found["worst_backward"] == [cost.name for cost in worst(costs[1])]
     assert {(line["place"].startswith("fprop."), line["unit"]) for line in found["layers"]} == {
         (True, "nats"),
         (False, "share"),
     }
-    shown = narrowgauge("sensitivity", trained, "--to", "mxfp4", "--batches", 2, "--batch-size", 4)
+    shown = narrowgauge("sensitivity", run, "--to", "mxfp4", "--batches", 2, "--batch-size", 4)
     assert f"worst: {', '.join(found['worst'])}" in shown.out
     assert f"worst backward: {', '.join(found['worst_backward'])}" in shown.out
     assert shown.out.count("*") == 9  # eight in the map, one in the note
 
 
 @pytest.mark.tier("thorough")
-def test_what_is_not_finite_is_null_in_json(narrowgauge, trained):
+def test_what_is_not_finite_is_null_in_json(narrowgauge, run):
     """Nothing is lost in fp32, and equal costs have no rank."""
-    words = ("sensitivity", trained, "--to", "fp32", "--batches", 1, "--batch-size", 2, "--exact")
+    words = ("sensitivity", run, "--to", "fp32", "--batches", 1, "--batch-size", 2, "--exact")
     done = narrowgauge(*words, "--json")
     assert done.code == 0, done.err
-    for text in (done.out, (trained / "sensitivity.json").read_text()):
+    for text in (done.out, (run / "sensitivity.json").read_text()):
         assert json.loads(text, parse_constant=pytest.fail)["rank_correlation"] is None
     assert "measured: none, all are equal" in narrowgauge(*words).out
     costs = [Cost("a", place, math.nan if place == "fprop.x" else 1.0) for place in GEMM_PLACES]
@@ -219,19 +218,17 @@ def test_what_is_not_finite_is_null_in_json(narrowgauge, trained):
     assert [line["cost"] for line in found["layers"]] == [None, 1.0, 1.0, 1.0, 1.0, 1.0]
 
 
-def test_a_cast_of_state_is_refused(narrowgauge, trained):
-    done = narrowgauge("sensitivity", trained, "--to", "fp16-scaled")
+def test_a_cast_of_state_is_refused(narrowgauge, run):
+    done = narrowgauge("sensitivity", run, "--to", "fp16-scaled")
     assert done.code == 2
     assert "is for state" in done.err
 
 
 @pytest.mark.tier("thorough")
-def test_dropout_and_z_loss_are_left_out(narrowgauge, line, tmp_path):
+def test_dropout_and_z_loss_are_left_out(trained):
     """Both belong to training; with them the same weights would have another loss each time."""
     changes = {"model.dropout": 0.5, "training.z_loss": 1e-2, "training.steps": 2, "recipe.name": "bf16"}
-    run = tmp_path / "run"
-    assert narrowgauge(*line(changes), "--out", run).code == 0
-    probed = open_probed(run, "cpu", batches=2, batch_size=2)
+    probed = open_probed(trained(changes), "cpu", batches=2, batch_size=2)
     (found,) = probe(probed.subject, [recipe("fp32")], draws=1)
     assert found.figures["loss_increase"].mean == 0
     assert found.figures["effective_bits"].mean == float("inf")

@@ -1,7 +1,6 @@
 """Every key of a cast before every consumer of casts: it is declared for the consumer, or refused, or left to
 torch's plain operations. No consumer supports a key that is new in casts."""
 
-import dataclasses
 from collections.abc import Callable, Collection
 from functools import partial
 from types import SimpleNamespace
@@ -10,7 +9,6 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from narrowgauge.exchange import TARGETS, refusals
 from narrowgauge.formats import RandomStream
 from narrowgauge.kernels.adamw import _supports_cast
 from narrowgauge.kernels.cast import _has_kernel, _is_operator, emulate_rows
@@ -27,21 +25,10 @@ from narrowgauge.system.errors import UserError
 from narrowgauge.trainer.analysis.probe import has_memory
 from narrowgauge.trainer.checkpoint.interop.compressed_tensors import _scheme
 from narrowgauge.trainer.runs.use.trained_model import is_tokenwise
-from support.unchecked import unchecked
+from support.unchecked import tomorrow, unchecked
 
 E4M3, NVFP4, ROW = cast("e4m3"), cast("nvfp4"), cast("fp8-row")
 STREAM = RandomStream(torch.zeros(2, dtype=torch.int32))
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
-class Tomorrow(Cast):
-    """Casts with a key that was added to the record, and nowhere else."""
-
-    unheard: int = 0
-
-
-def tomorrow(c: Cast) -> Tomorrow:
-    return Tomorrow(name=c.name, **c.values(), unheard=1)
 
 
 def accepts(refuse: Callable[[Cast], object]) -> Callable[[Cast], bool]:
@@ -102,8 +89,6 @@ def fits(**changes):
     require_recipe(unchecked(recipe("fp8"), **{"gather": places.FP32} | changes))
 
 
-#: A recipe that each tool can express.
-EXPRESSED = dict.fromkeys(TARGETS, recipe("fp8")) | {"modelopt": recipe("modelopt-fp8-default")}
 OPERANDS = dict(recipe("fp8").casts)
 CONSUMERS = {
     "a kernel of a block's scale": Case(Consumer.KERNEL, NVFP4, launches_a_cast),
@@ -137,19 +122,6 @@ CONSUMERS = {
     "compressed-tensors": Case(
         Consumer.SAME_LAYOUT, NVFP4, accepts(compressed), ("element", "block", "scale", "tensor_scale")
     ),
-    **{
-        f"{target} in {place}": Case(
-            Consumer.TORCH,  # key by key in test_writing.py
-            EXPRESSED[target].casts[place],
-            lambda c, target=target, place=place: (
-                not refusals(
-                    unchecked(EXPRESSED[target], casts={**EXPRESSED[target].casts, place: c}), target
-                )
-            ),
-        )
-        for target in TARGETS
-        for place in OPERANDS
-    },
 }
 #: A value of each key other than its default, which code that does not know the key could accept.
 VALUES = {

@@ -11,7 +11,7 @@ from narrowgauge.recipes import recipe, recipe_names
 from narrowgauge.system.errors import UserError
 
 BLOCKS = 8
-NAMES = (*recipe_names(), *recipe_names("modelopt"))
+NAMES = (*recipe_names(), *recipe_names("modelopt"), *recipe_names("nemo-rl"))
 PAIRS = [(r, t) for r in NAMES for t in SOURCES if not refusals(recipe(r), t)]
 ENDS = {"te": ".py", "torchao": ".py", "megatron": ".yaml", "modelopt": ".yaml"}
 GATHER = "gather, the format of weights between devices: the file leaves it to its user"
@@ -38,6 +38,8 @@ def test_a_file_comes_back_or_the_recipe_names_what_was_lost(name, target, tmp_p
     read = read_recipe(file, target, BLOCKS)
     assert read.name == name
     assert read.casts == recipe(name).casts
+    is_share = (name, target) == ("nvfp4", "megatron")  # of blocks, which a file of Megatron names one by one
+    assert is_share or read.rules == recipe(name).rules
     again, before = write_recipe(read, target, BLOCKS), file.read_text()
     if again != before:  # only in the comment above the file
         assert again.partition("\n\n")[2] == before.partition("\n\n")[2]
@@ -265,18 +267,6 @@ def test_a_file_is_parsed_and_never_executed(tmp_path):
     text = f'open({str(tmp_path / "made")!r}, "w").close()\nA = MXFP8BlockScaling()\n'
     assert read(text, "te", tmp_path).casts["fprop.x"] == make_cast("mxfp8")
     assert not (tmp_path / "made").exists()
-
-
-@pytest.mark.parametrize("name", recipe_names("nemo-rl"))
-def test_a_recipe_that_narrows_some_modules_comes_back_from_megatron(name, tmp_path):
-    pytest.importorskip("yaml")
-    kept = recipe("bf16").in_high_precision(["*.linear_qkv"]).rules
-    ours = recipe(name).with_rules(kept)
-    file = write_recipe(ours, "megatron")
-    again = read(file, "megatron", tmp_path)
-    assert (again.name, again.casts, again.rules) == (name, ours.casts, ours.rules)
-    assert not lost(again)
-    assert write_recipe(again, "megatron") == file
 
 
 def test_a_named_recipe_of_torchao(tmp_path):

@@ -18,7 +18,7 @@ from narrowgauge.recipes import GEMM_PLACES, parse_recipe, recipe
 from narrowgauge.system.errors import UserError
 from narrowgauge.trainer.cli.main import main
 from narrowgauge.trainer.models import Transformer, model_config
-from support.unchecked import unchecked
+from support.unchecked import tomorrow, unchecked
 
 #: A recipe that the target can express.
 BASE = dict.fromkeys(TARGETS, "fp8") | {"modelopt": "modelopt-fp8-default"}
@@ -171,6 +171,7 @@ def test_every_key_of_a_cast_is_refused_unless_it_is_said(target, place):
     """Each field of a cast, moved away from what the recipe has: nothing is dropped silently."""
     base = recipe(BASE[target])
     assert not refusals(base, target)
+    assert refusals(unchecked(base, casts={**base.casts, place: tomorrow(base.casts[place])}), target)
     moved = {int: 3, float: 0.5, bool: True, str: "another", tuple: (1, 2)}
     for key, value in base.casts[place].values().items():
         if key in ("power_of_two", "element", "scale", "block", "scale_rule"):

@@ -1,6 +1,8 @@
-"""Records whatever their rules say: copies with other values."""
+"""Records whatever their rules say: copies with other values, and casts with a key that is new."""
 
 import dataclasses
+
+from narrowgauge.quantization import Cast
 
 
 def unchecked(record, **changes):
@@ -9,3 +11,14 @@ def unchecked(record, **changes):
     for field in dataclasses.fields(record):
         object.__setattr__(made, field.name, changes.get(field.name, getattr(record, field.name)))
     return made
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class Tomorrow(Cast):
+    """Casts with a key that was added to the record, and nowhere else."""
+
+    unheard: int = 0
+
+
+def tomorrow(c: Cast) -> Tomorrow:
+    return Tomorrow(name=c.name, **c.values(), unheard=1)
