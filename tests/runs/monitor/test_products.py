@@ -15,10 +15,9 @@ from narrowgauge.trainer.runs.choices import ATTENTION, PRODUCTS
 from narrowgauge.trainer.runs.monitor import arithmetic
 from narrowgauge.trainer.runs.monitor.arithmetic import (
     AttentionShape,
-    attention_of,
+    choice_of,
     measured_attention,
     measured_products,
-    products_of,
 )
 from support.runs import interrupted
 
@@ -43,14 +42,12 @@ def test_a_run_keeps_what_it_began_with_or_takes_what_is_asked_for(
     monkeypatch, variable, asked, lines, expected
 ):
     monkeypatch.setenv(variable, asked)
-    choose = (
-        products_of if variable == PRODUCTS else lambda lines: attention_of(lines, AttentionShape(32, 64))
-    )
+    what = "products" if variable == PRODUCTS else "attention"
     if expected.startswith("must"):
         with pytest.raises(UserError, match=expected):
-            choose(lines)
+            choice_of(what, lines, pytest.fail)
     else:
-        assert choose(lines) == expected
+        assert choice_of(what, lines, pytest.fail) == expected
 
 
 def test_the_faster_one_is_chosen_and_kept(monkeypatch, tmp_path):

@@ -112,6 +112,7 @@ _POLL_S, _WAIT_S = 0.25, 1.0  # between looks at own processes; at those of othe
 _STOPPED = 75  # the exit code of a run that has saved and can be continued
 _GPUS = "CUDA_VISIBLE_DEVICES"
 
+Running = dict[int, tuple[Job, Popen[bytes]]]  # by slot
 NextJob = Callable[[Container[tuple[str, bool]]], Job | None]
 
 
@@ -120,15 +121,6 @@ class ComparisonFailed(ProcessFailed):
 
     def __init__(self, name: str, code: int) -> None:
         super().__init__(f"the run {name!r}", code, "; the same line continues")
-
-
-@dataclass
-class Slot:
-    """A slot for one process; `job` and `process` are None while it is free."""
-
-    number: int
-    job: Job | None = None
-    process: Popen[bytes] | None = None
 
 
 @dataclass
@@ -167,30 +159,33 @@ class Engine:
             ComparisonFailed: a run left no result, or a signal stopped the experiment; the same command line
                 continues.
         """
-        slots = [Slot(number) for number in range(self.slots)]
+        running: Running = {}
         with Programs() as programs, programs.forwarding(self._note_signal):
-            while self._fill(slots, next_job, programs) or any(slot.process for slot in slots):
-                time.sleep(_POLL_S if any(slot.process for slot in slots) else _WAIT_S)
-                self._collect(slots)
+            while self._fill(running, next_job, programs) or running:
+                time.sleep(_POLL_S if running else _WAIT_S)
+                self._collect(running)
         for name, code in self.lost.items():
             raise ComparisonFailed(name, code)
         if self.stop and (job := next_job(self.begun)) is not None:  # the finished jobs all succeeded
             raise ComparisonFailed(job.name, _STOPPED)
         return list(self.failed)
 
-    def _fill(self, slots: Sequence[Slot], next_job: NextJob, programs: Programs) -> bool:
+    def _fill(self, running: Running, next_job: NextJob, programs: Programs) -> bool:
         """Start a job in every free slot while there are any; returns whether other engines hold some."""
         held: set[tuple[str, bool]] = set()
-        for slot in (slot for slot in slots if slot.process is None and not self.stop):
-            while (job := next_job(self.begun | held)) and not self._start(slot, job, programs):
+        for slot in (slot for slot in range(self.slots) if slot not in running and not self.stop):
+            while job := next_job(self.begun | held):
+                if (process := self._start(slot, job, programs)) is not None:
+                    running[slot] = job, process
+                    break
                 held.add(job.key)  # the other engine may end before its run does
         return bool(held)
 
-    def _start(self, slot: Slot, job: Job, programs: Programs) -> bool:
-        """Start a job; returns False if another engine holds its run."""
+    def _start(self, slot: int, job: Job, programs: Programs) -> Popen[bytes] | None:
+        """Start a job; None if another engine holds its run."""
         environment = {**os.environ, COMPARED: "1", RENDEZVOUS: job.name, **self.environment}
         if self.slots > 1:
-            environment |= _gpu(slot.number)
+            environment |= _gpu(slot)
         options: dict[str, Any] = {}
         with job.directory.with_name(f"{job.name}.log").open("ab") if self.has_logs else nullcontext() as log:
             if log is not None:
@@ -199,22 +194,20 @@ class Engine:
                 try:
                     fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the process inherits it
                 except BlockingIOError:
-                    return False
-            slot.job, slot.process = job, programs.start(job.command, environment, **options)
-        self.begun.add(job.key)
-        return True
+                    return None
+            self.begun.add(job.key)
+            return programs.start(job.command, environment, **options)
 
-    def _collect(self, slots: Sequence[Slot]) -> None:
+    def _collect(self, running: Running) -> None:
         """Record the processes that have ended."""
-        for slot in slots:
-            if slot.process is None or (code := slot.process.poll()) is None:
+        for slot, (job, process) in sorted(running.items()):
+            if (code := process.poll()) is None:
                 continue
-            ended, slot.process, slot.job = slot.job, None, None
-            assert ended is not None
+            del running[slot]
             if code:
-                self._note_failure(ended, code)
-            self.show([slot.job for slot in slots if slot.job], None if code else ended)
-        self.show([slot.job for slot in slots if slot.job], None)
+                self._note_failure(job, code)
+            self.show(_jobs(running), None if code else job)
+        self.show(_jobs(running), None)
 
     def _note_failure(self, job: Job, code: int) -> None:
         self.failed[job.name] = code
@@ -225,6 +218,10 @@ class Engine:
 
     def _note_signal(self, number: int) -> None:
         self.stop = self.stop or number
+
+
+def _jobs(running: Running) -> list[Job]:
+    return [running[slot][0] for slot in sorted(running)]
 
 
 def environment_of(threads: int, products: str = "", attention: str = "") -> dict[str, str]:

@@ -11,18 +11,10 @@ def predict(
     *,
     recipe: Annotated[Names, Form("R,..."), "recipes, schemes of the atlas, .toml files"],
     params: Annotated[Amount | None, "parameters without embeddings, as in 1.9B"] = None,
-    model: Annotated[
-        str | None, Form("NAME"), "a named model in place of --params (narrowgauge models)"
-    ] = None,
+    model: Annotated[str | None, Form("NAME")] = None,
     tokens: Annotated[Amount, Form("D"), "training tokens, as in 38e9 or 38B"],
-    runs: Annotated[
-        tuple[Path, ...] | None,
-        Form("DIR"),
-        "your own: a folder of compare, or run directories with the reference first",
-    ] = None,
-    probe: Annotated[
-        File | None, "what probe --json printed, of the recipe and of one with points, such as nvfp4"
-    ] = None,
+    runs: Annotated[tuple[Path, ...] | None, Form("DIR")] = None,
+    probe: File | None = None,
     atlas: Annotated[File | None, "other points than those that ship (docs/forecast.md)"] = None,
     explain: Annotated[bool, "the points behind it, and what published laws say"] = False,
     out: Annotated[File | None, "write a picture (.svg), .json, .csv or .txt"] = None,
@@ -31,6 +23,11 @@ def predict(
     """Forecast a recipe's loss gap at a size and length, from published runs.
 
     narrowgauge predict --recipe mxfp8,nvfp4 --params 8e9 --tokens 1T
+
+    Args:
+        model: A named model in place of --params (narrowgauge models).
+        runs: Your own: a folder of compare, or run directories with the reference first.
+        probe: What probe --json printed, of the recipe and of one with points, such as nvfp4.
     """
     from json import dumps
 

@@ -13,30 +13,26 @@ from narrowgauge.trainer.laboratory.arguments import Count, Form
 if TYPE_CHECKING:
     from narrowgauge.recipes import Device, Recipe
 
+_FROM = "NAME is a file of that tool: print its recipe, or pass it on to --to or --diff"
 Name = Annotated[str | None, Form("NAME", is_positional=True), "the one to describe (list all)"]
 
 
 def recipes(
     name: Annotated[Name, "a shipped recipe or a .toml file"] = None,
     *,
-    device: Annotated[
-        str | None,
-        Form("D"),
-        "show what is native on another device: sm_89, gfx942, rtx4090, mi250x, cpu ...; with NAME, place "
-        "by place",
-    ] = None,
+    device: Annotated[str | None, Form("D")] = None,
     diff: Annotated[str | None, Form("OTHER"), "with NAME: show the differences from another recipe"] = None,
     to: Annotated[str | None, Form("|".join(TARGETS)), "with NAME: write the recipe for another tool"] = None,
-    from_: Annotated[
-        str | None,
-        Form("|".join(SOURCES)),
-        "NAME is a file of that tool: print its recipe, or pass it on to --to or --diff",
-    ] = None,
+    from_: Annotated[str | None, Form("|".join(SOURCES)), _FROM] = None,
     blocks: Annotated[Count | None, "megatron: number of blocks of the model"] = None,
 ) -> None:
     """List the shipped recipes, or print one; with --device, what is native on another device.
 
     narrowgauge recipes nvfp4 --diff mxfp4
+
+    Args:
+        device: Show what is native on another device: sm_89, gfx942, rtx4090, mi250x, cpu ...; with NAME,
+            place by place.
     """
     if name is None:
         if from_ is not None:

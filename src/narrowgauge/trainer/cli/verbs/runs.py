@@ -85,11 +85,7 @@ def report(
 
 
 def watch(
-    paths: Annotated[
-        tuple[Path, ...],
-        Form("PATH", is_positional=True),
-        "a run, a folder of compare, a folder of runs, or several runs, the reference first",
-    ],
+    paths: Annotated[tuple[Path, ...], Form("PATH", is_positional=True)],
     *,
     out: Annotated[File | None, "the page (live.html in the first PATH)"] = None,
     once: Annotated[bool, "write the page as it is now, and end"] = False,
@@ -99,6 +95,9 @@ def watch(
     narrowgauge watch runs/mine
     narrowgauge watch runs/
     narrowgauge watch runs/compare-debug --once --out compared.html
+
+    Args:
+        paths: A run, a folder of compare, a folder of runs, or several runs, the reference first.
     """
     from narrowgauge.trainer.laboratory.watch import LIVE, follow, write_pages
     from narrowgauge.trainer.report.page.subject import subjects

@@ -57,6 +57,8 @@ _DIGITS = "so that its last digits may differ from a run that was never stopped"
 _SIZE = 512  # of the square matrices that are timed
 _HEADS, _LONGEST = 4, 1024  # of the attention that is timed
 WAYS = ("in-order", "fp32", "torch")  # of computing attention
+#: The variable and the values of each choice; the last is what oneDNN or torch would do.
+_CHOICES = {"products": (PRODUCTS, ("bf16", "fp32", "onednn")), "attention": (ATTENTION, WAYS)}
 _CLEARLY = 1.2  # torch's attention is chosen if it is this much faster
 
 
@@ -99,9 +101,9 @@ class Arithmetic:
     @classmethod
     def of(cls, lines: Sequence[Mapping[str, Any]], shape: AttentionShape) -> "Arithmetic":
         """The choices of a run, recorded in its metrics, or made now for a new run."""
-        products = products_of(lines)
+        products = choice_of("products", lines, measured_products)
         choose_products(products)  # torch's attention is timed with it
-        return cls(products, attention_of(lines, shape))
+        return cls(products, choice_of("attention", lines, lambda: measured_attention(shape)))
 
     @property
     def facts(self) -> dict[str, str]:
@@ -162,28 +164,20 @@ def _slowness(chosen: Arithmetic) -> str:
     )
 
 
-def products_of(lines: Sequence[Mapping[str, Any]]) -> str:
-    """The choice of a run, "bf16" or "fp32": recorded in its metrics, or made now for a new run."""
-    if recorded := [str(line["products"]) for line in lines if "products" in line]:
+def choice_of(what: str, lines: Sequence[Mapping[str, Any]], measure: Callable[[], str]) -> str:
+    """One of a run's `_CHOICES`: recorded in its metrics, or made now for a new run."""
+    if recorded := [str(line[what]) for line in lines if line.get(what)]:
         return recorded[-1]
-    asked = os.environ.get(PRODUCTS, "")
-    if asked not in ("", "bf16", "fp32", "onednn"):
-        raise UserError(f"{PRODUCTS}={asked} must be bf16, fp32 or onednn; unset it to have it measured")
-    if asked == "onednn" or any(line.get("event") == "start" for line in lines):
-        return "bf16" if cpu_multiplies_bf16() else "fp32"
-    return asked or measured_products()
-
-
-def attention_of(lines: Sequence[Mapping[str, Any]], shape: AttentionShape) -> str:
-    """The choice of a run, one of `WAYS`: recorded in its metrics, or made now for a new run."""
-    if recorded := [str(line["attention"]) for line in lines if line.get("attention")]:
-        return recorded[-1]
-    asked = os.environ.get(ATTENTION, "")
-    if asked not in ("", *WAYS):
-        raise UserError(f"{ATTENTION}={asked} must be in-order, fp32 or torch; unset it to have it measured")
+    variable, known = _CHOICES[what]
+    asked = os.environ.get(variable, "")
+    if asked not in ("", *known):
+        names = f"{', '.join(known[:-1])} or {known[-1]}"
+        raise UserError(f"{variable}={asked} must be {names}; unset it to have it measured")
     if any(line.get("event") == "start" for line in lines):  # from before it was recorded
-        return "torch"
-    return asked or measured_attention(shape)
+        asked = known[-1]
+    if asked == "onednn":
+        return "bf16" if cpu_multiplies_bf16() else "fp32"
+    return asked or measure()
 
 
 def measured_attention(shape: AttentionShape) -> str:
