@@ -24,6 +24,7 @@ LINES = [
     ("train --fprop.x {{cast = fp4-row, outliers = 0.99}}", "'fp4-row,'", "single quotes"),
     # A misspelt option, and not the one that seems to be missing.
     ("search runs/x --formats mxfp4 --budgte 0.6 --out m", "'--budgte'; the nearest is '--budget'"),
+    ("train --profile 0", "argument --profile: '0' is not a whole number above 0"),
     ("train -s 3", "unknown option '-s'", "the nearest is '--steps'"),
     ("recipes fp8 bf16", "unknown argument 'bf16'", "NAME", "recipes --help"),
     ("doctor here", "unknown argument 'here'", "takes none", "doctor --help"),

@@ -53,15 +53,6 @@ def test_a_model_learns_the_same_from_text_a_prepared_corpus_and_token_files(cor
     assert found[0] == found[1] == found[2]
 
 
-def test_too_small_a_vocabulary_is_refused_by_the_number_it_needs(corpus, tmp_path, train):
-    source = write_as("bare", corpus[1], tmp_path / "x")
-    words = (
-        r"data source .*/x' has token ids up to 294, beyond model\.vocab_size = 257; set --model\.vocab_size"
-    )
-    with pytest.raises(UserError, match=words):
-        train(changes={"data.source": source, "data.tokenizer": "auto"})
-
-
 def test_gpt2s_tokens_are_refused_for_a_small_vocabulary_before_they_are_read(tmp_path):
     write_token_file(file := tmp_path / "tokens.bin", [np.arange(2000)], 50257)
     file.write_bytes(file.read_bytes()[:1024] + b"\xff" * 4000)  # ids that a reader would refuse

@@ -1,15 +1,10 @@
 """What a grid of processes cannot do is refused by name, before any data is read."""
 
-from functools import partial
-
 import pytest
 import torch
 
 from narrowgauge.system.errors import UserError
-from narrowgauge.trainer.checkpoint.interop.hf_config import config_from, family_of
-from narrowgauge.trainer.checkpoint.interop.llmc import write_llmc
 from narrowgauge.trainer.data import validation_batches
-from narrowgauge.trainer.models import model_config
 from narrowgauge.trainer.runs.loop.resolve import lay_out, parallel_dims_of
 from narrowgauge.trainer.runs.run_directory import RunDirectory
 from narrowgauge.trainer.training.config.config import load_values, make_config
@@ -110,40 +105,12 @@ def test_a_grid_that_cuts_no_block_is_taken(tiny, parallel, recipe, more):
     assert dims_of(tiny, DENSE, parallel, recipe, **more).size > 1
 
 
-SIZES = {"dim": 16, "layers": 1, "heads": 2, "kv_heads": 2, "ffn_dim": 16, "vocab_size": 20, "experts": 4}
-GELU = {"mlp": "gelu", "bias": True, "norm": "layer", "positions": "learned"}
-MIXTRAL = {
-    **{"model_type": "mixtral", "hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 20},
-    **{"num_attention_heads": 2, "intermediate_size": 16, "sliding_window": None},
-}
-
-
-OTHERS = [
-    (lambda config: write_llmc("model.bin", config, {}, torch.float32), GELU | {"qkv_bias": True},
-     "llm.c's model files hold GPT-2 only, which has experts = 0, unlike this model; use --to hf"),
-    (family_of, GELU, "with experts Qwen3 and Mixtral (no qk_norm, no bias, norm_topk_prob)"),
-    (family_of, {"norm_topk_prob": False}, "qk_norm = False, experts = 4"),
-    (lambda _: config_from(MIXTRAL | {"router_jitter_noise": 0.1}, "config.json"), {}, "router_jitter_noise"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("use", "changes", "words"), OTHERS)
-def test_experts_are_refused_where_a_program_or_an_analysis_has_none(use, changes, words):
-    with pytest.raises(UserError) as refused:
-        use(model_config("debug", **(SIZES | changes)))
-    assert words in str(refused.value)
-    assert refused.value.exit_code == 2
-
-
 #: The micro-batch of (processes, training, parallel), and part of the sentence that tells it.
 CHOSEN = [
     (1, {}, {}, 8, ""),
     (1, {"batch_size": 6}, {}, 6, "has 6 of the 6 sequences"),
-    (1, {"batch_size": 512}, {}, 8, ""),
     (2, {}, {}, 4, "of 4 (training.micro_batch_size), which was chosen: each process has 4"),
     (8, {}, {"replicate": 8}, 1, "each process has 1 of the 8"),
-    (8, {}, {"tensor": 2}, 2, "each process has 2 of the 8"),
-    (1, {"batch_size": 12}, {}, 6, "each process has 12 of the 12"),
     (2, {}, {"pipeline": 2}, 4, "each process has 8 of the 8"),
     (2, {"batch_size": 12}, {"pipeline": 2, "chunks": 2}, 6, "of the 12"),
     (2, {"micro_batch_size": 16, "fit_micro_batch": True}, {}, 4, "which was chosen"),
@@ -180,20 +147,6 @@ def test_the_micro_batch_of_a_run_is_kept_where_it_fits(tmp_path):
         go_on(2, micro_batch_size=2)
     own = make_config(load_values(directory.path / "config.toml"))
     assert lay_out(own, 4, directory.path).config.training.micro_batch_size == 2, "by its own file, too"
-
-
-@pytest.mark.tier("thorough")
-def test_the_command_says_it_once(narrowgauge, line, tmp_path):
-    """Before the processes meet."""
-    words = [*line({"recipe.name": "mxfp8", "parallel.context": 2, "model.kv_heads": 2}), "--out"]
-    there = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-    there["TORCHELASTIC_RUN_ID"] = "none"
-    start = partial(narrowgauge.start, *words, tmp_path / "run", **there)
-    ended = [process.wait() for process in [start(RANK=rank, LOCAL_RANK=rank) for rank in ("0", "1")]]
-    assert [e.code for e in ended] == [2, 2]
-    (sentence,) = [text for e in ended for text in e.err.splitlines()]
-    assert "wgrad.dy of blocks.0.qkv: cast 'mxfp8' has blocks of 32, and dividing 32 tokens" in sentence
-    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("processes", [1, 2, 4])

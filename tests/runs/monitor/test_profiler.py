@@ -6,7 +6,6 @@ import json
 
 import pytest
 
-from narrowgauge.trainer.cli.main import main
 from narrowgauge.trainer.runs.monitor.profiler import CLASSES, class_of, covered
 from support.in_process import run_here
 
@@ -35,12 +34,6 @@ def test_the_trace_has_the_steps_asked_for_and_the_classes_make_up_a_step(profil
     assert event["ms"]["communication"] == 0
     assert "ms a step while it was profiled: " in said
     assert look(path).trajectory == look(trained({"recipe.name": "mxfp8"})).trajectory
-
-
-@pytest.mark.parametrize("word", ["0", "-1", "many"])
-def test_a_number_of_steps_that_is_none(line, capsys, word):
-    assert main([*line(), f"--profile={word}"]) == 2
-    assert f"argument --profile: {word!r} is not a whole number above 0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

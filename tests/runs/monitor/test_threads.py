@@ -31,7 +31,6 @@ CASES = [
     ((2, 0.0), 0, [], 2, "threads: 2; the last digits depend on it, and --training.threads N pins it"),
     ((2, 1.0), 0, [], 1, "threads: 1 of 2, since other programs use 1.0 cores; the last digits depend on it"),
     ((2, 1.9), 0, [], 1, "threads: 1 of 2"),
-    ((16, 3.1), 0, [], 13, "threads: 13 of 16"),
     ((8, 0.3), 0, [], 8, "threads: 8;"),
     # the user decides
     ((2, 1.0, "2"), 0, [], 2, "threads: 2; the last digits depend on it, and --training.threads N pins it"),
@@ -42,7 +41,6 @@ CASES = [
     ((1, 0.0), 2, [STARTED | {"threads": 3}], 2, "the run had 3"),
     # a resumed run keeps its number, since the order of sums follows from it, and so last digits
     ((8, 7.0), 0, [STARTED | {"threads": 8}, {"step": 1}], 8, "threads: 8, as before"),
-    ((8, 7.0), 0, [STARTED | {"threads": 5}], 5, "threads: 5, as before"),
     ((8, 7.0), 0, [STARTED | {"threads": 9}], 8, "last digits may differ"),
     ((8, 7.0), 0, [STARTED], 8, ""),  # from before it was recorded
 ]

@@ -114,7 +114,6 @@ def test_what_is_no_evaluation_of_this_model_is_refused(there, trained, tmp_path
     bytewise = open_run(trained({"recipe.name": "fp32"}), "cpu")
     for name, run, words in [
         ("none", there, "no example"),
-        ("missing", there, "cannot be read"),
         ("model.bin", there, "model.bin is not an evaluation file of llm.c"),
         ("gpt2", bytewise, r"GPT-2's tokenizer.*has 257 ids; use --task lm-eval:hellaswag"),
         ("large", there, "example 0 has the token id 50256"),

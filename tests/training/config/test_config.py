@@ -13,14 +13,6 @@ from narrowgauge.trainer.training import Config, config_keys, load_values, make_
 PLACES = (*KEYS, *GROUPS)
 
 
-def test_keys_are_every_field_and_every_place():
-    fields = {f"{s}.{k}" for s, section in Config() for k in type(section).model_fields}
-    assert set(config_keys()) == fields - {"recipe.places", "training.fit_micro_batch"} | {
-        f"recipe.{place}" for place in PLACES
-    }
-    assert all(key.description for key in config_keys().values()), "each key is described"
-
-
 def test_a_default_given_as_text_is_the_default():
     expected = to_toml(Config())
     for key in [k for k in config_keys() if k.removeprefix("recipe.") not in PLACES]:
@@ -39,12 +31,9 @@ def test_a_default_given_as_text_is_the_default():
 def test_a_key_says_what_it_takes_and_its_default():
     keys = config_keys()
     for name, takes, default in [
-        ("training.steps", "N", str(Config().training.steps)),
         ("training.compile", "true|false", "false"),
-        ("schedule.kind", "cosine|linear|wsd|constant", Config().schedule.kind),
         ("optimizer.betas", "X,X", "0.9,0.95"),
         ("model.dim", "N", ""),  # as the named model has it
-        ("data.weights", "X,...", ""),
         ("recipe.fprop.x", "CAST", ""),
         ("log.sinks", "tensorboard|wandb|trackio,...", ""),
     ]:
@@ -55,25 +44,15 @@ def test_a_key_says_what_it_takes_and_its_default():
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"optimiser": {}}, ["unknown section 'optimiser'", "'optimizer'"]),
-        ({"optimizer": {"learning_rate": 1}}, ["unknown key 'optimizer.learning_rate'; it is optimizer.lr"]),
-        ({"model": {"layer": 3}}, ["unknown key 'model.layer'", "'model.layers'"]),
-        ({"recipe": {"name": "mxpf4"}}, ["unknown recipe 'mxpf4'", "'mxfp4'"]),
         ({"recipe": {"backend": "nativ"}}, ["unknown backend 'nativ'", "'native'"]),
-        ({"recipe": {"fprop": {"q": "bf16"}}}, ["unknown key 'recipe.fprop.q'"]),
-        ({"recipe": {"fprop.x": "bf61"}}, ["unknown cast 'bf61'", "'bf16'"]),
         ({"recipe": {"places": 3}}, ["recipe.places = 3", "dictionary"]),
         ({"recipe": {"master": "bf16"}}, ["master = 'bf16'", "fp32"]),
-        ({"training": {"steps": 0}}, ["training.steps = 0", "greater than or equal to 1"]),
         ({"training": {"steps": "ten"}}, ["training.steps = 'ten'", "integer"]),
         ({"training": {"seed": 2**63}}, ["training.seed", "less than"]),
-        ({"training": {"batch_size": 6, "micro_batch_size": 4}}, ["batch_size = 6", "micro_batch_size = 4"]),
-        ({"optimizer": {"lr": "inf"}}, ["optimizer.lr", "finite"]),
         ({"optimizer": {"betas": [0.9, 1.0]}}, ["optimizer.betas", "less than 1"]),
         ({"schedule": {"kind": "cosin"}}, ["schedule.kind = 'cosin'", "'cosine'"]),
         ({"checkpoint": {"keep": 1}}, ["checkpoint.keep = 1", "2"]),
         ({"data": {"sequence_length": 2048}}, ["2048", "max_sequence_length = 1024", "--model.max"]),
-        ({"log": {"prompt": "\udcff"}}, ["log.prompt", "UTF-8"]),
     ],
     ids=str,
 )
@@ -173,15 +152,10 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
 
 GROUPED = '[optimizer.groups]\n"*.bias" = {lr_factor = 2.0}\n'
 PLACED = '[recipe]\nname = "msamp-o3"\noffload = ["m", "master"]\n'
+LINED = {"groups": '{"*.bias": {"lr_factor": 2.0}}'}
 #: A section in a file, the same on the command line, and what is refused there.
 DOORS = [
-    (
-        "optimizer",
-        GROUPED,
-        {"groups": '{"*.bias": {"lr_factor": 2.0}}'},
-        {"groups": "*.bias=2"},
-        "it is JSON",
-    ),
+    ("optimizer", GROUPED, LINED, {"groups": "*.bias=2"}, "it is JSON"),
     ("recipe", PLACED, {"name": "msamp-o3", "offload": "m, master"}, {"offload": "weight"}, "to offload"),
 ]
 

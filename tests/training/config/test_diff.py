@@ -31,10 +31,6 @@ REFUSED = [
         "training.seed = 0, and now it is 3|"
         "--allow-change data.sequence_length,training.seed,optimizer.lr|another --out",
     ),
-    (
-        {"optimizer.lr": 0.1, "training.seed": 3}, ["optimizer.lr"],
-        "with training.seed = 0, and now it is 3; restore|--allow-change optimizer.lr,training.seed",
-    ),
     ({}, ["optimizer.lrr"], "--allow-change: |lrr'; the nearest is 'optimizer.lr'"),
     ({"model.ffn_dim": 96}, ["model.ffn_dim"], "another model's"),
     ({"recipe.name": "fp8-delayed"}, ["recipe.name"], "it has no |blocks.0.qkv.fprop_x.amax| of |recipe"),

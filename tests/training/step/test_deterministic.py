@@ -66,15 +66,11 @@ def test_a_step_asks_for_nothing_that_is_refused(recipe, train, flags):
     assert {"histc", "kthvalue"} <= refusing.met
 
 
-@pytest.mark.parametrize("own", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", None])
-def test_segments_of_a_gpus_memory_may_grow(own, flags, monkeypatch):
-    """Unless the user has chosen otherwise."""
+@pytest.mark.parametrize("own", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", ""])
+def test_segments_of_a_gpus_memory_may_grow_unless_the_user_has_chosen_otherwise(own, flags, monkeypatch):
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
-    if own:
-        monkeypatch.setenv(own, "max_split_size_mb:512")
+        monkeypatch.setenv(name, "max_split_size_mb:512")
+        if name != own:
+            monkeypatch.delenv(name)
     hardware.use_device(torch.device("cuda", 0))
-    found = os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
-    expected = {None: "expandable_segments:True", "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"}
-    assert found == expected.get(own)
+    assert (os.environ.get("PYTORCH_CUDA_ALLOC_CONF") == "expandable_segments:True") == (own == "")

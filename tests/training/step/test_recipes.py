@@ -21,14 +21,3 @@ def test_a_run_repeats_and_goes_on_to_the_same_digits(train, look, name):
     train("again", changes)
     assert [event["step"] for event in look(again).events("resume")] == [4]
     assert look(again).trajectory == expected
-
-
-@pytest.mark.tier("thorough")  # a whole run; a test of the step shows its parts
-def test_a_rule_holds_from_its_share_of_the_run_on(train, look, tmp_path):
-    text, file = 'fprop = "mxfp4"\ndgrad = "mxfp4"\nwgrad = "mxfp4"\n', tmp_path / "mine.toml"
-    losses = []
-    for name, rule in (("always", ""), ("late", '[[rule]]\nfrom_share = 0.5\nfprop = "bf16"')):
-        file.write_text(text + rule)
-        changes = {"recipe.name": str(file), "schedule.warmup_steps": 0}
-        losses.append(look(train(name, changes)).column("loss"))
-    assert [a == b for a, b in zip(*losses, strict=True)] == [True, True, True, False, False, False]

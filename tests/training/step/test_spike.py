@@ -1,4 +1,4 @@
-"""A spike in the data of a real run: reported or rolled back, and the same after a kill.
+"""A spike in the data of a real run: rolled back, and the same after a kill.
 
 That a skipped one leaves no trace: faults/test_numerics.py; what the guard decides: tests/guard.
 """
@@ -39,16 +39,6 @@ def spiky(monotone):
         return WINDOW | {"data.source": monotone, "guard.spike": spike} | more
 
     return changes
-
-
-@pytest.mark.tier("thorough")  # whole runs
-def test_a_warning_changes_nothing(train, spiky, look):
-    off, warned = look(train("off", spiky("off"))), look(train("warned", spiky("warn")))
-    assert warned.trajectory[0] == off.trajectory[0]
-    assert not off.events("spike")
-    assert warned.events("spike")
-    assert all("the median of 12 steps" in event["reason"] for event in warned.events("spike"))
-    assert warned.column("step") == list(range(1, 61))
 
 
 @pytest.mark.tier("thorough")  # whole runs
