@@ -1,4 +1,4 @@
-"""Advice for twenty combinations of model, machine and budget, against brute force over its settings.
+"""Advice for a dozen combinations of model, machine and budget, against brute force over its settings.
 
 The oracle shares nothing with the search: it writes each setting as the words of a command line, and asks
 for the memory and time of `plan` and the gap of `predict`. On one layout it tries up to `MOST` settings of a
@@ -10,11 +10,9 @@ import json
 import math
 import random
 import shlex
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache
 from itertools import product
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 
@@ -26,14 +24,13 @@ from narrowgauge.system.devices import imagine
 from narrowgauge.trainer.cli.line import config_values, read_line
 from narrowgauge.trainer.cli.main import main
 from narrowgauge.trainer.cluster.plan.budget import tokens_of
-from narrowgauge.trainer.cluster.plan.cluster_spec import Cluster, load_cluster
+from narrowgauge.trainer.cluster.plan.cluster_spec import load_cluster
 from narrowgauge.trainer.cluster.plan.plan import expected_time
-from narrowgauge.trainer.laboratory.advise.result import Advice
 from narrowgauge.trainer.models import count_block_weights, model_config
 from narrowgauge.trainer.models.published import published
 from narrowgauge.trainer.runs import lay_out
 from narrowgauge.trainer.simulate import estimate_step
-from narrowgauge.trainer.training import Config, make_config
+from narrowgauge.trainer.training import make_config
 
 pytestmark = pytest.mark.tier("thorough")
 
@@ -58,29 +55,18 @@ fp32 = 0.3e12
 """
 
 
-@dataclass(frozen=True)
-class Row:
-    """A combination: its arguments, the recipes and layouts that are its candidates, and what is expected.
-
-    Attributes:
-        recipes: The candidates; they are named to `advise` unless `is_default`.
-        given: The other arguments.
-        refused: Part of the sentence that refuses it; "" where a line is expected.
-        layouts: (pipeline, replicate, shard, tensor) of each candidate.
-    """
-
-    model: str
-    cluster: str
-    recipes: Sequence[str]
-    given: dict[str, Any]
-    refused: str = ""
-    is_default: bool = False
-    layouts: Sequence[tuple[int, int, int, int]] = ((1, 1, 1, 1),)
-
-
-def row(model: str, cluster: str, recipes: str, **given: Any) -> Row:
-    own = {key: given.pop(key) for key in ("refused", "is_default", "layouts") if key in given}
-    return Row(model, cluster, recipes.split(","), {"batch_size": 1, **given}, **own)
+def row(model, cluster, recipes, refused="", is_default=False, layouts=((1, 1, 1, 1),), **given):
+    """A combination: the candidates, which are named to `advise` unless `is_default`; part of the sentence
+    that refuses it, if any; the (pipeline, replicate, shard, tensor) of each layout; and other arguments."""
+    return SimpleNamespace(
+        model=model,
+        cluster=cluster,
+        recipes=recipes.split(","),
+        refused=refused,
+        is_default=is_default,
+        layouts=layouts,
+        given={"batch_size": 1, **given},
+    )
 
 
 TWO = [(1, 2, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2)]
@@ -92,22 +78,14 @@ MANY, OCTET = {"batch_size": 256, "devices": 256}, {"batch_size": 8, "devices": 
 ROWS = {
     "FP8 on an RTX 4090": row("gpt2-124m", "rtx4090", "bf16,fp8", batch_size=2),
     "GPT-3 345M with MS-AMP": row("gpt3-345m", "h100", "bf16,fp8,msamp-o2"),
-    "GPT-3 13B in FP4": row("gpt3-13b", "b200", "bf16,nvfp4"),
     "GPT-2 of llm.c on a CPU": row("gpt2-124m", "cpu", "bf16", is_default=True, hours=48),
-    "GPT-2 of llm.c on one GPU": row("gpt2-124m", "a100", "bf16", batch_size=4, money=20, price="1.29USD"),
     "GPT-2 on two GPUs": row("gpt2-124m", "a100", "bf16", batch_size=2, devices=2, hours=24, layouts=TWO),
-    "MX formats": row("debug", "b200", "bf16,mxfp8,mxfp4", tokens="10M"),
     "Llama-3 8B on Frontier": row("llama3-8b", "frontier", "bf16", tokens="1T", layouts=FRONTIER, **MANY),
     "T4, a model that needs the host": row("llama3-1b", "t4", "fp16", hours=100, sequence_length=2048),
-    "V100": row("gpt2-350m", "v100", "fp16", is_default=True, batch_size=2, tokens="1B"),
-    "RTX 3090, too large": row("llama3-8b", "rtx3090", "bf16", refused="does not fit on 1 x NVIDIA RTX 3090"),
     "RTX 4090, state on the host": row("gpt2-1558m", "rtx4090", "bf16,fp8", hours=100),
-    "RTX 4090, 1 h": row("gpt2-124m", "rtx4090", "fp8", hours=1, tokens="10B", refused="leave out tokens"),
     "H100 x 8": row("llama3-8b", "h100", "fp8", tokens="15B", layouts=EIGHT, sequence_length=4096, **OCTET),
     "B200, without a price": row("llama3-8b", "b200", "mxfp8", money=5000, refused="money needs the price"),
     "MI300X x 8": row("llama3-70b", "mi300x", "bf16", tokens="1B", layouts=EIGHT, **OCTET),
-    "MI355X": row("llama3-8b", "mi355x", "bf16,fp8", tokens="10B"),
-    "laptop": row("debug", "laptop", "bf16", is_default=True, batch_size=2, tokens="10M"),
     "laptop, too large": row("llama3-8b", "laptop", "bf16", refused="does not fit on 1 x CPU"),
     "laptop, less than a step": row("gpt2-124m", "laptop", "bf16", hours=0.0001, refused="raise the budget"),
 }  # fmt: skip
@@ -116,19 +94,10 @@ ROWS = {
 KEPT = ("GPT-2 on two GPUs", "laptop, too large")
 
 
-@cache
-def forecaster() -> Forecaster:
-    return Forecaster()
+FORECASTER = cache(Forecaster)
 
 
-def defaults(one: Row) -> tuple[int, int]:
-    """(tokens of a sequence, sequences of a step)"""
-    kept = published(one.model)
-    length = one.given.get("sequence_length") or (kept.sequence_length if kept else 256)
-    return length, one.given["batch_size"]
-
-
-def settings(one: Row, dims: ParallelDims, seed: str, is_gpu: bool) -> Iterator[list[str]]:
+def settings(one, dims, seed, is_gpu):
     """The words of each setting, or of a sample."""
     batch = one.given["batch_size"]
     sizes = [
@@ -142,14 +111,7 @@ def settings(one: Row, dims: ParallelDims, seed: str, is_gpu: bool) -> Iterator[
         yield words + (["--recipe.offload", offload] if offload else [])
 
 
-def config_of(one: Row, name: str, words: Sequence[str]) -> Config:
-    length, batch = defaults(one)
-    line = ["train", "--model", one.model, "--recipe", name, "--device", "cpu"]
-    line += ["--data.sequence_length", str(length), "--training.batch_size", str(batch), *words]
-    return make_config(config_values(read_line(line)))
-
-
-def seconds_of_a_step(config: Config, dims: ParallelDims, machine: Cluster, counts: dict[str, Any]) -> float:
+def seconds_of_a_step(config, dims, machine, counts):
     """Infinite where the step does not fit. A setting has the same work on each layout, counted once."""
     with imagine(machine.facts):
         step = estimate_step(config, dims)
@@ -162,36 +124,28 @@ def seconds_of_a_step(config: Config, dims: ParallelDims, machine: Cluster, coun
     return time.seconds / (1.0 if expected is None else expected.share)
 
 
-def scores(one: Row, machine: Cluster, title: str) -> Iterator[tuple[bool, float]]:
+def scores(one, machine, title):
     """(its gap is not known, hours per token of bf16's loss) of each setting that fits within the budget."""
-    length, batch = defaults(one)
-    price = float(one.given["price"].removesuffix("USD")) if "price" in one.given else None
-    price = price or (machine.device_hour.amount if machine.device_hour else None)
-    limit = one.given.get("hours", math.inf)
-    if "money" in one.given:
-        limit = min(limit, one.given["money"] / price / one.given.get("devices", 1))
-    kept = published(one.model)
+    kept, batch, limit = published(one.model), one.given["batch_size"], one.given.get("hours", math.inf)
+    length = one.given.get("sequence_length") or (kept.sequence_length if kept else 256)
     tokens = tokens_of(one.given["tokens"]) if "tokens" in one.given else None
     if tokens is None and limit == math.inf:
         tokens = kept.tokens
-    size = count_block_weights(model_config(name=one.model))
-    counts: dict[str, Any] = {}
+    size, counts = count_block_weights(model_config(name=one.model)), {}
+    line = ["train", "--model", one.model, "--device", "cpu", "--data.sequence_length", str(length)]
+    line += ["--training.batch_size", str(batch)]
     for name, layout in product(one.recipes, one.layouts):
-        dims = ParallelDims(pipeline=layout[0], replicate=layout[1], shard=layout[2], tensor=layout[3])
+        dims = ParallelDims(**dict(zip(("pipeline", "replicate", "shard", "tensor"), layout, strict=True)))
         for words in settings(one, dims, f"{title} {name} {layout}", machine.facts.is_gpu):
-            seconds = seconds_of_a_step(config_of(one, name, words), dims, machine, counts)
+            config = make_config(config_values(read_line([*line, "--recipe", name, *words])))
+            seconds = seconds_of_a_step(config, dims, machine, counts)
             steps = math.ceil(tokens / length / batch) if tokens else limit * 3600 // seconds
             if seconds == math.inf or steps < 1 or steps * seconds / 3600 > limit:
                 continue
-            forecast = forecaster().forecast(recipe(name), size, steps * length * batch, name)
+            forecast = FORECASTER().forecast(recipe(name), size, steps * length * batch, name)
             extra = forecast.extra_tokens_percent
             cost = 1 + (0.0 if extra is None else extra.mean) / 100
             yield forecast.gap_percent is None, seconds / 3600 / length / batch * cost
-
-
-def advised(one: Row, machine: str) -> Advice:
-    given = one.given if one.is_default else {**one.given, "recipes": one.recipes}
-    return ng.advise(one.model, machine, **given)
 
 
 @pytest.mark.tier("nightly", keep=KEPT)
@@ -200,7 +154,8 @@ def test_no_setting_is_better_than_the_advice(title, tmp_path, capsys):
     one = ROWS[title]
     (tmp_path / "laptop.toml").write_text(LAPTOP)
     machine = str(tmp_path / "laptop.toml") if one.cluster == "laptop" else one.cluster
-    found = advised(one, machine)
+    given = one.given if one.is_default else {**one.given, "recipes": one.recipes}
+    found = ng.advise(one.model, machine, **given)
     if "price" not in (found.refused or ""):
         best = min(scores(one, load_cluster(machine), title), default=None)
         assert (best is None) == (found.refused is not None), found.refused
@@ -224,5 +179,4 @@ def test_no_setting_is_better_than_the_advice(title, tmp_path, capsys):
         assert config.recipe.name == answer.recipe
         assert lay_out(config, one.given.get("devices", 1)).parallel_dims.text == answer.layout
         assert answer.hours <= one.given.get("hours", math.inf)
-        assert (answer.cost or 0) <= one.given.get("money", math.inf) * 1.001
         assert answer.tokens >= tokens_of(one.given.get("tokens", "1"))
