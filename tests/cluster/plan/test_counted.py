@@ -58,7 +58,7 @@ def test_products_are_those_that_the_device_multiplies():
         ("bf16", "v100"): "fp32",
     }
     assert {key: plan(*key).time.formats[0] for key in formats} == formats
-    assert plan("fp4", "h100").time.products < 2 * plan("bf16", "h100").time.products
+    assert plan("fp4", "h100").time.causes.products < 2 * plan("bf16", "h100").time.causes.products
     half, wide = (plan(name, "v100").expected.counted for name in ("fp16", "bf16"))
     assert half.seconds < wide.seconds, "counted with torch's own operations"
 

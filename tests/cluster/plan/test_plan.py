@@ -127,16 +127,16 @@ def test_a_format_that_the_device_lacks_is_priced_as_emulation():
     step = estimate_step(config("bf16", SMALL | {"layers": 1}), dims)
     wide, hopper = of("bf16", "h100"), of("mxfp4", "h100")
     assert (hopper.backend.name, hopper.format) == ("emulated", "bf16")
-    assert hopper.products == pytest.approx(wide.products)
-    assert hopper.casts > 2 * wide.casts
+    assert hopper.causes.products == pytest.approx(wide.causes.products)
+    assert hopper.causes.casts > 2 * wide.causes.casts
     assert of("nvfp4", "rtx4090").backend.name == "emulated"
     blackwell = of("nvfp4", "b200")  # its last block and its head are kept in bf16
     assert (blackwell.backend.name, set(blackwell.formats)) == ("native", {"fp4", "bf16"})
-    assert blackwell.products < of("bf16", "b200").products
-    assert of("fp8", "a100").products == pytest.approx(of("bf16", "a100").products)
-    assert of("fp8-block", "a100").products == pytest.approx(of("bf16", "a100").products)
-    assert of("fp8-block", "h100").products < wide.products
-    assert of("averis", "a100").products > 2 * of("bf16", "a100").products, "its forward products are in fp32"
+    assert blackwell.causes.products < of("bf16", "b200").causes.products
+    plain = of("bf16", "a100").causes.products
+    assert [of(name, "a100").causes.products for name in ("fp8", "fp8-block")] == pytest.approx([plain] * 2)
+    assert of("fp8-block", "h100").causes.products < wide.causes.products
+    assert of("averis", "a100").causes.products > 2 * plain, "its forward products are in fp32"
 
 
 def test_what_is_expected_is_what_the_nearest_runs_reached():
@@ -192,18 +192,18 @@ def test_the_time_of_a_step_follows_from_its_memory_and_traffic(mesh, counted):
     memory = Memory(dict.fromkeys(CLASSES, 0) | {"weights": 10**9, "m": 3 * 10**9}, host, 2**33)
     sent = {("gather", tuple(range(16))): 2**30, ("reduce", tuple(range(4))): 2**28, ("stage", (0, 8)): 2**20}
     time = estimate(values, dims, cluster, StepEstimate(memory, sent), count)
-    busy, micro_batches = time.products + time.casts + time.passes, 8 // dims.data
+    busy, micro_batches = time.causes.products + time.causes.casts + time.causes.passes, 8 // dims.data
     assert busy * dims.size == pytest.approx(count.best.of_micro_batches("seconds"))
-    assert time.bubble == pytest.approx(busy * (dims.pipeline - 1) / (micro_batches * dims.chunks))
-    assert time.update == pytest.approx(count.best.update.seconds * memory.state / count.state_bytes)
-    assert time.copies == pytest.approx(2 * (6e8 + micro_batches * 5e8) / cluster.host)
+    assert time.causes.bubble == pytest.approx(busy * (dims.pipeline - 1) / (micro_batches * dims.chunks))
+    assert time.causes.update == pytest.approx(count.best.update.seconds * memory.state / count.state_bytes)
+    assert time.causes.copies == pytest.approx(2 * (6e8 + micro_batches * 5e8) / cluster.host)
     gather = 2**30 / min(
         8 * cluster.between, cluster.inside
     )  # each node sends on as much as each of its ranks
     reduce, stage = 2**28 / cluster.inside, 2**20 / cluster.between
     assert [v.seconds for v in time.volumes] == pytest.approx([gather, reduce, stage])
     assert [v.between for v in time.volumes] == [2**30 // 8, 0, 2**20]
-    assert time.waiting == pytest.approx(max(0, gather + reduce - busy) + stage)
+    assert time.causes.waiting == pytest.approx(max(0, gather + reduce - busy) + stage)
 
 
 def test_a_save_in_the_background_takes_the_hosts_memory():

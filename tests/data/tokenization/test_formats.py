@@ -49,9 +49,9 @@ def test_gpt2_is_read_from_either_of_its_files_or_their_folder(tmp_path, names):
 
 def test_damage_to_gpt2s_files_is_named(tmp_path):
     for name, content, words in (
-        ("vocab.json", '["a"]', "not a table of tokens and their ids"),
-        ("vocab.json", "{", "Expecting property name"),
-        ("merges.txt", "a b\na b c\n", "line 2 of the merges is not a pair of tokens"),
+        ("vocab.json", '["a"]', "Bad vocabulary json file; name one that is"),
+        ("vocab.json", "{", "EOF while parsing"),
+        ("merges.txt", "a b\na b c\n", "Merges text file invalid at line 2"),
         ("merges.txt", "unknown token\n", "unknown"),
         ("merges.txt", None, r"half of a tokenizer: there is no merges\.txt next to it"),
     ):

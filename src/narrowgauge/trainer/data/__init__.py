@@ -5,8 +5,6 @@ from typing import TYPE_CHECKING
 from narrowgauge.system.lazy import import_on_use
 
 if TYPE_CHECKING:
-    from narrowgauge.trainer.data.corpus import Corpus as Corpus
-    from narrowgauge.trainer.data.corpus import CorpusManifest as CorpusManifest
     from narrowgauge.trainer.data.corpus import is_corpus as is_corpus
     from narrowgauge.trainer.data.corpus import open_corpus as open_corpus
     from narrowgauge.trainer.data.export import TOKEN_LAYOUTS as TOKEN_LAYOUTS
@@ -29,7 +27,6 @@ if TYPE_CHECKING:
     from narrowgauge.trainer.data.loading.sample_order import samples as samples
     from narrowgauge.trainer.data.loading.sample_order import shares_of as shares_of
     from narrowgauge.trainer.data.preparation.document_filter import Options as Options
-    from narrowgauge.trainer.data.preparation.prepare import DEFAULT_TOKENIZER as DEFAULT_TOKENIZER
     from narrowgauge.trainer.data.preparation.prepare import prepare as prepare
     from narrowgauge.trainer.data.token_files.megatron import open_megatron as open_megatron
     from narrowgauge.trainer.data.token_files.megatron import write_megatron as write_megatron

@@ -17,6 +17,7 @@ by others (`expect.py`).
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from narrowgauge.distributed import ParallelDims
 from narrowgauge.recipes import ATTENTION_PRODUCTS, Backend, Recipe, choose_backend
@@ -38,9 +39,8 @@ class Volume:
     seconds: float  # at the speed of the links
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """The estimate of a step on a cluster: seconds by cause, traffic and MFU."""
+class Causes(NamedTuple):
+    """The seconds of a step by cause."""
 
     products: float  # seconds of matmuls, including attention
     casts: float  # of making their operands, and of scaling emulated results
@@ -49,6 +49,13 @@ class Estimate:
     copies: float  # of copying state between the host's memory and the device's
     waiting: float  # for links, without the overlapping part
     bubble: float  # of waiting in a pipeline
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The estimate of a step on a cluster: seconds by cause, traffic and MFU."""
+
+    causes: Causes
     volumes: tuple[Volume, ...]  # what a device sends
     tokens: int  # of a step
     mfu: float  # model FLOPs utilisation, relative to the peak of the matmuls' formats
@@ -65,9 +72,7 @@ class Estimate:
     @property
     def seconds(self) -> float:
         """Seconds of a step."""
-        return (
-            self.products + self.casts + self.passes + self.update + self.copies + self.waiting + self.bubble
-        )
+        return sum(self.causes)
 
 
 def estimate(
@@ -97,18 +102,12 @@ def estimate(
     host = step.memory.host
     copied = sum(host.values()) + micro_batches * host.get("gradients", 0)
     copies = 2 * copied / cluster.host
-    total = busy + waiting + bubble + update + copies
-    used = flops_per_token(config.spec.model, config.data.sequence_length) * tokens / total
+    causes = Causes(products, casts, passes, update, copies, waiting, bubble)
+    used = flops_per_token(config.spec.model, config.data.sequence_length) * tokens / sum(causes)
     formats, peak = _formats(count, cluster, recipe.compute)
     mfu = used / parallel_dims.size / peak
     return Estimate(
-        products,
-        casts,
-        passes,
-        update,
-        copies,
-        waiting,
-        bubble,
+        causes,
         volumes,
         tokens,
         mfu,

@@ -6,7 +6,7 @@ described by a file (`cluster_spec.py`). `plan_text.py` prints a plan.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from narrowgauge.distributed import ParallelDims, resolve_dims
@@ -127,7 +127,7 @@ def expected_time(
     measured = expectation(cluster.measured, parallel_dims.size, step.memory.parameters, time.format)
     is_counted = cluster.facts.is_gpu and parallel_dims.size == 1 and not config.training.compile
     counted = time.count if is_counted else None
-    return time, counted_expectation(counted, time.seconds, measured, time.copies)
+    return time, counted_expectation(counted, time.seconds, measured, time.causes.copies)
 
 
 def room_of(config: Config, cluster: Cluster | None) -> Room:
@@ -174,21 +174,6 @@ def cost_of(plan: Plan, tokens: int, price: Price | None, share: float = 1.0) ->
     return {"days": days, "device-hours": hours, "price": hours * price.amount if price else 0.0}
 
 
-_STEP = (
-    "products",
-    "casts",
-    "passes",
-    "update",
-    "copies",
-    "waiting",
-    "bubble",
-    "seconds",
-    "mfu",
-    "tokens",
-    "format",
-)
-
-
 def as_json(plan: Plan, tokens: int = 0, asked: Price | None = None) -> dict[str, Any]:
     """The plan as JSON-ready values."""
     room = {name: getattr(plan, name) for name in ("reserved", "needed", "fits", "copy")}
@@ -210,11 +195,9 @@ def as_json(plan: Plan, tokens: int = 0, asked: Price | None = None) -> dict[str
         return table
     time, price = plan.time, price_of(plan, asked)
     budget = tokens or plan.config.training.steps * time.tokens
-    table["step"] = {name: getattr(time, name) for name in _STEP}
-    table["sent"] = [
-        {key: getattr(v, key) for key in ("purpose", "ranks", "inside", "between", "seconds")}
-        for v in time.volumes
-    ]
+    more = {name: getattr(time, name) for name in ("seconds", "mfu", "tokens", "format")}
+    table["step"] = time.causes._asdict() | more
+    table["sent"] = [asdict(volume) for volume in time.volumes]
     if time.attention:
         table["attention"] = {"products": time.attention}
     currency = {"currency": price.currency, "device_hour": price.amount} if price else {}

@@ -155,15 +155,9 @@ def _print_time(plan: Plan, time: Estimate, tokens: int, price: Price | None, co
     for column in ("at best", "expect")[: len(shares)]:
         table.add_column(column, justify="right")
     mark = ", emulated" if time.backend.name == "emulated" else ""
-    for name, seconds in {
-        f"matmuls ({', '.join(time.formats)}{mark})": time.products,
-        f"casts{mark}": time.casts,
-        "passes over memory": time.passes,
-        "update": time.update,
-        "copies from and to the host": time.copies,
-        "waiting for links": time.waiting,
-        "pipeline": time.bubble,
-    }.items():
+    names = [f"matmuls ({', '.join(time.formats)}{mark})", f"casts{mark}", "passes over memory", "update"]
+    names += ["copies from and to the host", "waiting for links", "pipeline"]
+    for name, seconds in zip(names, time.causes, strict=True):
         if seconds:
             table.add_row(f"  {name}", f"{_figure(seconds)} s")
     speed = time.tokens / time.seconds
@@ -197,7 +191,7 @@ def _print_reasons(plan: Plan, time: Estimate, asked: Price | None, console: Con
             console,
             f"recipe {plan.config.recipe.name} is emulated on this device: {why}. Losses are real; the "
             f"time is that of {' and '.join(time.formats)} matmuls and of casts, which are "
-            f"{100 * time.casts / time.seconds:.0f} % of it. Waits of the host are not priced",
+            f"{100 * time.causes.casts / time.seconds:.0f} % of it. Waits of the host are not priced",
         )
     if time.attention:
         words = ", ".join(f"{product} {casts}" for product, casts in time.attention.items())
@@ -222,7 +216,7 @@ def _sources(e: Expectation, time: Estimate) -> str:
         beside = f"; runs of others nearest to it reached {_interval(100 * e.least, 100 * e.most, '%')}"
         return (
             f"expect: {_figure(time.seconds / e.share)} s a step, {100 * e.share:.0f} % of the best: counted "
-            f"for this GPU{', and the copies from and to the host' if time.copies else ''} "
+            f"for this GPU{', and the copies from and to the host' if time.causes.copies else ''} "
             f"({micro.launches:,} launches and {micro.bytes / 1e9:,.0f} GB a micro-batch; "
             f"speeds: {c.words}){beside if e.runs else ''}; not measured with this program"
         )

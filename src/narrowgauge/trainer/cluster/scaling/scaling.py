@@ -42,12 +42,10 @@ from narrowgauge.trainer.data import open_data
 from narrowgauge.trainer.data.preparation.worker_pool import usable_cores
 from narrowgauge.trainer.distributed.launch.world import processes_started
 from narrowgauge.trainer.models import count_parameters
-from narrowgauge.trainer.runs import choose_device
+from narrowgauge.trainer.runs import choose_device, lay_out
 from narrowgauge.trainer.runs.loop.check_data import check_data
-from narrowgauge.trainer.runs.loop.resolve import parallel_dims_of
 from narrowgauge.trainer.runs.monitor.hardware import device_name
 from narrowgauge.trainer.training import Config
-from narrowgauge.trainer.training.config.micro_batch import largest_size
 
 FILE = "scaling.json"
 
@@ -87,7 +85,7 @@ def scaling(
     device = choose_device(config.training.device)
     _check_gpus(sizes, device)
     plans = {size: _plans(config, size, is_first=size == sizes[0]) for size in sizes}
-    verified_backend(config.spec.recipe, device, config.spec.backend)
+    backend = verified_backend(config.spec.recipe, device, config.spec.backend)
     try:
         make_directory(out)
     except OSError as error:
@@ -96,9 +94,22 @@ def scaling(
     check_data(config, open_data(config.data.source, config.data.tokenizer, config.data.weights))
     rows, reduced = _rows(plans, seconds, rounds, console)
     cores, on_cpu = usable_cores(), device.type == "cpu"
+    facts = {
+        "model": config.model.name,
+        "parameters": count_parameters(config.spec.model),
+        "recipe": config.spec.recipe.name,
+        "backend": backend.name,
+        "sequence_length": config.data.sequence_length,
+        "parallel": {size: asdict(_dims(config, size)) for size in sizes},
+        "device": "CPU" if on_cpu else device_name(device),
+        "torch": torch.__version__,
+        "cores": cores,
+        "seconds": seconds,
+        "rounds": rounds,
+        "warmup_steps": WARMUP_STEPS,
+    }
     result = Scaling(
-        _facts(config, sizes, device)
-        | {"cores": cores, "seconds": seconds, "rounds": rounds, "warmup_steps": WARMUP_STEPS},
+        facts,
         rows,
         reduced,
         compared(rows, cores, on_cpu),
@@ -128,7 +139,14 @@ def _rows(
     for size, modes in plans.items():
         for mode in ("strong", "weak"):
             name = mode if mode in modes else "strong"  # with one process both modes are the same
-            rows.append(_row(mode, size, _threads(size), modes[name], [one[name] for one in found[size]]))
+            t = modes[name].training
+            rows.append(
+                Row(
+                    *(mode, size, _threads(size), t.batch_size, t.micro_batch_size),
+                    tokens_a_step=modes[name].tokens_per_step,
+                    **of_rounds([one[name] for one in found[size]], size),
+                )
+            )
     weak = {row.processes: row for row in rows if row.mode == "weak"}
     reduced = []
     for size in (size for size in plans if size > 1):
@@ -136,21 +154,6 @@ def _rows(
         median = statistics.median(one["seconds"] for one in rounds_of)
         reduced.append(bandwidth(rounds_of[0] | {"seconds": median}, size))
     return [against(row, next(r for r in rows if r.mode == row.mode), weak) for row in rows], reduced
-
-
-def _facts(config: Config, sizes: Sequence[int], device: torch.device) -> dict[str, Any]:
-    """Facts about the model and the machine for scaling.json."""
-    backend = verified_backend(config.spec.recipe, device, config.spec.backend)
-    return {
-        "model": config.model.name,
-        "parameters": count_parameters(config.spec.model),
-        "recipe": config.spec.recipe.name,
-        "backend": backend.name,
-        "sequence_length": config.data.sequence_length,
-        "parallel": {size: asdict(_dims(config, size)) for size in sizes},
-        "device": "CPU" if device.type == "cpu" else device_name(device),
-        "torch": torch.__version__,
-    }
 
 
 def read_sizes(text: str) -> list[int]:
@@ -189,22 +192,10 @@ def _plans(config: Config, size: int, is_first: bool) -> dict[str, Config]:
 
 def _sized(config: Config, size: int, batch: int) -> Config:
     """The configuration for `size` processes and `batch` sequences a step, with fitting micro-batches."""
-    parallel_dims, t = _dims(config, size), config.training
-    if batch % parallel_dims.data:
-        fitting = [n for n in range(1, batch + 1) if batch % n == 0]
-        raise UserError(
-            f"training.batch_size = {batch} cannot be divided over {parallel_dims.data} processes, and "
-            "strong scaling divides it; change it, or ask for a number that fits: "
-            f"{', '.join(map(str, fitting))}"
-        )
-    micro = largest_size(batch, parallel_dims, t.micro_batch_size)
-    training = t.model_copy(update={"batch_size": batch, "micro_batch_size": micro})
-    parallel = {name: getattr(parallel_dims, name) for name in ("replicate", "shard")}
-    sized = config.model_copy(
-        update={"training": training, "parallel": config.parallel.model_copy(update=parallel)}
-    )
-    parallel_dims_of(sized, size)
-    return sized
+    dims = _dims(config, size)
+    parallel = config.parallel.model_copy(update={"replicate": dims.replicate, "shard": dims.shard})
+    config = config.with_training(batch_size=batch, fit_micro_batch=True)
+    return lay_out(config.model_copy(update={"parallel": parallel}), size).config
 
 
 def _dims(config: Config, size: int) -> ParallelDims:
@@ -225,18 +216,3 @@ def _threads(size: int) -> int:
     """Threads per process: OMP_NUM_THREADS if set, else an equal share of the cores."""
     setting = os.environ.get("OMP_NUM_THREADS", "")
     return int(setting) if setting.isdigit() and int(setting) else max(1, usable_cores() // size)
-
-
-def _row(
-    mode: str, size: int, threads: int, config: Config, rounds: Sequence[Sequence[dict[str, Any]]]
-) -> Row:
-    t = config.training
-    return Row(
-        mode=mode,
-        processes=size,
-        threads=threads,
-        batch_size=t.batch_size,
-        micro_batch_size=t.micro_batch_size,
-        tokens_a_step=t.batch_size * config.data.sequence_length,
-        **of_rounds(rounds, size),
-    )

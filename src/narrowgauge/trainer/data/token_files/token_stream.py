@@ -92,12 +92,9 @@ class TokenStream:
 
     def next_start(self, start: int, within: int) -> int:
         """The first position from `start` on where a document begins; `start` itself if none is nearby."""
-        stop = min(start + within, len(self))
-        position = self.positions(start, self[start:stop])
-        begins = np.flatnonzero(position == 0)
-        if len(begins) and begins[0] == 0 and not self._begins_at(start):
-            begins = begins[1:]  # the position of the first token of a row is always 0
-        return start + int(begins[0]) if len(begins) else start
+        before = max(start - 1, 0)  # a boundary may be the id before a document
+        begins = before + self._begins(before, self[before : start + within])
+        return next((int(position) for position in begins if position >= start), start)
 
     def _begins(self, start: int, row: NDArray[Any]) -> NDArray[np.int64]:
         """The indices in a row, read at `start`, at which documents begin."""
@@ -113,11 +110,6 @@ class TokenStream:
         begin = int(document[0] in self.boundaries)
         end = len(document) - int(len(document) > begin and document[-1] in self.boundaries)
         return document[begin:end]
-
-    def _begins_at(self, position: int) -> bool:
-        if position == 0:
-            return True
-        return bool(self.positions(position - 1, self[position - 1 : position + 1])[1:2].tolist() == [0])
 
 
 @dataclass(frozen=True)

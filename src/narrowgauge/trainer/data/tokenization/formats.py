@@ -28,11 +28,9 @@ of github.com/meta-llama/llama3; `encoder.py` of github.com/openai/gpt-2.
 
 import base64
 import binascii
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Library
@@ -126,18 +124,18 @@ def read_library(path: Path) -> Library:
     """
     try:
         files = tokenizer_files(path)
-        contents = [file.read_bytes() for file in files]
+        content = files[0].read_bytes() if files else b""
     except OSError as error:
         raise UserError(f"cannot read the tokenizer {path}: {error.strerror}; name a {_KINDS}") from None
     if not files:
         raise UserError(f"cannot read the tokenizer {path}: there is none; name a {_KINDS}")
     try:
         if len(files) == 2:
-            return _gpt2(*contents)
-        first_line = contents[0].split(b"\n", 1)[0].rstrip(b"\r")
+            return byte_level_bpe(*models.BPE.read_file(*map(str, files)))
+        first_line = content.split(b"\n", 1)[0].rstrip(b"\r")
         if _RANK_LINE.fullmatch(first_line):
-            return _tiktoken(contents[0])
-        return Library.from_str(contents[0].decode("utf-8"))
+            return _tiktoken(content)
+        return Library.from_str(content.decode("utf-8"))
     except Exception as error:  # the library has no narrower type for an unreadable file
         which = " with ".join(map(str, files))
         raise UserError(f"{which} is not a {_KINDS}: {error}; name one that is") from None
@@ -173,21 +171,6 @@ def byte_level_bpe(
     library.pre_tokenizer = pre_tokenizers.Sequence([*split, last]) if split else last
     library.decoder = decoders.ByteLevel()
     return library
-
-
-def _gpt2(vocabulary: bytes, merges: bytes) -> Library:
-    ids: Any = json.loads(vocabulary)
-    if not isinstance(ids, dict) or not all(type(i) is int and 0 <= i < 2**31 for i in ids.values()):
-        raise ValueError("the vocabulary is not a table of tokens and their ids")
-    pairs = []
-    for number, line in enumerate(merges.decode("utf-8").split("\n"), 1):
-        words = line.rstrip("\r").split(" ")
-        if words == [""] or line.startswith("#version"):
-            continue
-        if len(words) != 2:
-            raise ValueError(f"line {number} of the merges is not a pair of tokens")
-        pairs.append((words[0], words[1]))
-    return byte_level_bpe(ids, pairs)
 
 
 def _tiktoken(content: bytes) -> Library:
