@@ -39,48 +39,30 @@ _Count = Annotated[int, Field(gt=0, strict=True)]
 class Design(Section):
     """The table [experiment] of a configuration file, which `train` does not read.
 
-    Attributes:
-        rungs: Steps after which each run is measured; () if the experiment is not.
-        seeds: How many, or which; None for that of the configuration.
-        jobs: The number of simultaneous runs.
-        threads: CPU threads of each run; None if each configuration has the number.
-        products: The precision of a CPU's matmuls, "bf16" or "fp32"; "" to have each run measure.
-        attention: The attention of a CPU, "in-order", "fp32" or "torch"; "" to have each run measure.
-        held_out_tokens: Of each measurement; None for those of the configuration's validations.
-        order: Groups of arms, each finished before the next begins.
-        fork: The reference's steps with which all arms of a seed begin; None for none.
-        rows: The file of the results; None for `runs.csv` in the directory of the runs. The runs of an arm
-            and seed whose rows are all there are not trained again, so an experiment continues on another
-            machine.
-        probe: Whether the arms are probed at the end (`experiment.run`).
+    The runs of an arm and seed whose rows are all in the file of results are not trained again, so an
+    experiment continues on another machine.
     """
 
-    rungs: tuple[_Count, ...] = ()
-    seeds: int | tuple[int, ...] | None = None
-    jobs: _Count = 1
-    threads: _Count | None = None
-    products: str = ""
-    attention: str = ""
-    held_out_tokens: _Count | None = None
-    order: tuple[tuple[str, ...], ...] = ()
-    fork: _Count | None = None
-    rows: Path | None = None
-    probe: bool = True
+    rungs: tuple[_Count, ...] = ()  # steps after which each run is measured; () if the experiment is not
+    seeds: int | tuple[int, ...] | None = None  # how many, or which; None for that of the configuration
+    jobs: _Count = 1  # the number of simultaneous runs
+    threads: _Count | None = None  # CPU threads of each run; None if each configuration has the number
+    products: str = ""  # the precision of a CPU's matmuls, "bf16" or "fp32"; "" to have each run measure
+    attention: str = ""  # of a CPU, "in-order", "fp32" or "torch"; "" to have each run measure
+    held_out_tokens: _Count | None = None  # of each measurement; None: as the configuration validates
+    order: tuple[tuple[str, ...], ...] = ()  # groups of arms, each finished before the next begins
+    fork: _Count | None = None  # the reference's steps with which all arms of a seed begin; None for none
+    rows: Path | None = None  # the file of the results; None: `runs.csv` in the directory of the runs
+    probe: bool = True  # whether the arms are probed at the end (`experiment.run`)
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """Runs, and how to train them.
+    """Runs, and how to train them."""
 
-    Attributes:
-        arms: The names of the arms, the reference first.
-        runs: All of them in the order of training: the forks, then each trunk with its branches.
-        design: How they are trained and measured.
-    """
-
-    arms: tuple[str, ...]
-    runs: tuple[ArmRun, ...]
-    design: Design = field(default_factory=Design)
+    arms: tuple[str, ...]  # the names of the arms, the reference first
+    runs: tuple[ArmRun, ...]  # in the order of training: the forks, then each trunk with its branches
+    design: Design = field(default_factory=Design)  # how they are trained and measured
 
     @property
     def is_measured(self) -> bool:

@@ -125,27 +125,16 @@ class ComparisonFailed(ProcessFailed):
 
 @dataclass
 class Engine:
-    """Slots, and the jobs that ran in them.
+    """Slots, and the jobs that ran in them."""
 
-    Attributes:
-        slots: The number of simultaneous processes.
-        environment: Environment variables of each process.
-        show: Called often with the running jobs, and with the one that has just succeeded, if any.
-        has_logs: Whether a process writes to `OUT/NAME.log` instead of the terminal.
-        stop: The first signal that asked to stop, or SIGTERM after a run without a result.
-        begun: The keys of the jobs that have started.
-        failed: The failed jobs, with their exit codes.
-        lost: The jobs that left no result: killed, stopped, or never started.
-    """
-
-    slots: int
-    environment: Mapping[str, str]
-    show: Callable[[Sequence[Job], Job | None], None]
-    has_logs: bool = True
-    stop: int = 0
-    begun: set[tuple[str, bool]] = field(default_factory=set)
-    failed: dict[str, int] = field(default_factory=dict)
-    lost: dict[str, int] = field(default_factory=dict)
+    slots: int  # the number of simultaneous processes
+    environment: Mapping[str, str]  # environment variables of each process
+    show: Callable[[Sequence[Job], Job | None], None]  # often, the running jobs and one that just succeeded
+    has_logs: bool = True  # whether a process writes to `OUT/NAME.log` instead of the terminal
+    stop: int = 0  # the first signal that asked to stop, or SIGTERM after a run without a result
+    begun: set[tuple[str, bool]] = field(default_factory=set)  # the keys of the jobs that have started
+    failed: dict[str, int] = field(default_factory=dict)  # the failed jobs, with their exit codes
+    lost: dict[str, int] = field(default_factory=dict)  # without a result: killed, stopped, or never started
 
     def run(self, next_job: NextJob) -> list[str]:
         """Run all jobs; returns the names of the failed runs.

@@ -38,23 +38,16 @@ class Variant:
 class ArmRun:
     """The run of one arm, seed and rung.
 
-    Attributes:
-        name: Its directory, below that of the experiment.
-        arm: The name of its variant.
-        seed: Its seed; runs of one seed have the same initial weights and tokens.
-        config: Its configuration.
-        rung: The index of the rung, from 1; 0 for a fork, whose steps the arms of a seed share.
-        sources: The runs that it may branch off, by name, and the steps at which, the nearest first; none if
-            it starts at step 0. It waits until they have ended, and begins with the first whose checkpoint
-            is there, or at step 0, with the same digits.
+    It waits until its sources have ended, and begins with the first whose checkpoint is there, or at step 0,
+    with the same digits.
     """
 
-    name: str
-    arm: str
-    seed: int
+    name: str  # its directory, below that of the experiment
+    arm: str  # its variant
+    seed: int  # its seed; runs of one seed have the same initial weights and tokens
     config: Config
-    rung: int = 1
-    sources: tuple[tuple[str, int], ...] = ()
+    rung: int = 1  # the index of the rung, from 1; 0 for a fork, whose steps the arms of a seed share
+    sources: tuple[tuple[str, int], ...] = ()  # the runs that it may branch off, and at which steps
 
     @property
     def tokens(self) -> int:

@@ -30,21 +30,13 @@ FORWARD = "bf16"  # the recipe of the second loss
 
 @dataclass(frozen=True)
 class Job:
-    """A command of a run.
+    """A command of a run."""
 
-    Attributes:
-        name: The run.
-        command: The words of the command.
-        directory: The run's directory.
-        tokens: The tokens that it trains on; 0 if it evaluates.
-        is_last: Whether the run has its result when it ends.
-    """
-
-    name: str
-    command: tuple[str, ...]
-    directory: Path
-    tokens: int
-    is_last: bool = True
+    name: str  # of the run
+    command: tuple[str, ...]  # the words of the command
+    directory: Path  # of the run
+    tokens: int  # the tokens that it trains on; 0 if it evaluates
+    is_last: bool = True  # whether the run has its result when it ends
 
     @property
     def key(self) -> tuple[str, bool]:

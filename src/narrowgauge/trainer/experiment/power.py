@@ -45,17 +45,12 @@ _FINE = 0.1  # percent; the margin of docs/evidence.md
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A plan: the number of arms without the reference, and of seeds of each.
-
-    Attributes:
-        deviation: The standard deviation of a gap in percent that the plan assumes.
-        known: The known deviation that the rule will use; 0 if unknown.
-    """
+    """A plan: the number of arms without the reference, and of seeds of each."""
 
     seeds: int
-    deviation: float
+    deviation: float  # the standard deviation of a gap in percent that the plan assumes
     arms: int = 1
-    known: float = 0.0
+    known: float = 0.0  # the known deviation that the rule will use; 0 if unknown
 
     @property
     def degrees(self) -> int:

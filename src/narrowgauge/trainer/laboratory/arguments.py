@@ -32,25 +32,15 @@ Say = Callable[[str], object]  # prints a line as it is
 
 @dataclass(frozen=True)
 class Form:
-    """How a value is written on the command line.
+    """How a value is written on the command line."""
 
-    Attributes:
-        metavar: What help shows in its place.
-        read: The value of a text; None for the type's own. Its `UserError` becomes the error of the option.
-        is_positional: Whether it is given without an option's name.
-        is_list: Whether the values of a repeated option are joined.
-        nargs: How many words a positional one takes; None for what its type says.
-        alone: The value of an option that is given without one.
-        flag: The option's name, where it is not that of the parameter.
-    """
-
-    metavar: str = ""
-    read: Callable[[str], Any] | None = None
-    is_positional: bool = False
-    is_list: bool = False
-    nargs: str | None = None
-    alone: Any = None
-    flag: str = ""
+    metavar: str = ""  # what help shows in its place
+    read: Callable[[str], Any] | None = None  # of a text; None: by the type
+    is_positional: bool = False  # whether it is given without an option's name
+    is_list: bool = False  # whether the values of a repeated option are joined
+    nargs: str | None = None  # how many words a positional one takes; None for what its type says
+    alone: Any = None  # the value of an option that is given without one
+    flag: str = ""  # the option's name, where it is not that of the parameter
 
 
 def key_names() -> dict[str, str]:

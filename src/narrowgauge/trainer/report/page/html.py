@@ -17,21 +17,13 @@ from markupsafe import Markup
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table of texts whose first column names the rows.
+    """A table of texts whose first column names the rows."""
 
-    Attributes:
-        label: The accessible name.
-        head: The names of the columns.
-        rows: The cells of each row, which has the kind of its first cell.
-        text: The columns that hold words; the others are aligned as numbers. None: all hold words.
-        is_code: Whether the names of the rows are code.
-    """
-
-    label: str
-    head: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    text: Sequence[str] | None = ()
-    is_code: bool = False
+    label: str  # the accessible name
+    head: Sequence[str]  # the names of the columns
+    rows: Sequence[Sequence[str]]  # the cells of each row, which has the kind of its first cell
+    text: Sequence[str] | None = ()  # columns of words; the others are aligned as numbers. None: all of words
+    is_code: bool = False  # whether the names of the rows are code
 
     def is_number(self, column: int) -> bool:
         """Whether a column holds numbers."""

@@ -106,21 +106,13 @@ def _costs(found: Costs) -> tuple[str, Table]:
 
 @dataclass(frozen=True)
 class Bar:
-    """One bar.
+    """One bar."""
 
-    Attributes:
-        name: The text at the head of the bar.
-        sizes: Sizes by class, in stacking order; none is negative.
-        texts: The sizes as texts.
-        total: The text at the end of the bar.
-        mark: A size marked with a line, such as a limit.
-    """
-
-    name: str
-    sizes: Mapping[str, float]
-    texts: Mapping[str, str]
-    total: str
-    mark: float = 0.0
+    name: str  # the text at the head of the bar
+    sizes: Mapping[str, float]  # sizes by class, in stacking order; none is negative
+    texts: Mapping[str, str]  # the sizes as texts
+    total: str  # the text at the end of the bar
+    mark: float = 0.0  # a size marked with a line, such as a limit
 
 
 @dataclass(frozen=True)

@@ -25,19 +25,12 @@ from narrowgauge.trainer.report.verdict.verdict import DIVERGED, Row, read_rows
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A run or a comparison.
+    """A run or a comparison."""
 
-    Attributes:
-        name: What a list calls it.
-        folder: Its directory; of runs that are named together, that of the first.
-        paths: The directories of its runs that have begun, the reference first.
-        planned: The plan of a comparison; None if there is none.
-    """
-
-    name: str
-    folder: Path
-    paths: tuple[Path, ...]
-    planned: PlannedComparison | None = None
+    name: str  # what a list calls it
+    folder: Path  # its directory; of runs that are named together, that of the first
+    paths: tuple[Path, ...]  # the directories of its runs that have begun, the reference first
+    planned: PlannedComparison | None = None  # the plan of a comparison; None if there is none
 
     @property
     def is_compared(self) -> bool:

@@ -156,18 +156,13 @@ class Step:
 
 
 class Validation(NamedTuple):
-    """One pass over the held-out tokens after `tokens` of training.
-
-    Attributes:
-        held_out: The number of held-out tokens; 0 if unrecorded.
-        parts: The losses of equal parts of them; () if unrecorded.
-    """
+    """One pass over the held-out tokens after `tokens` of training."""
 
     step: int
     tokens: int
     val_loss: float
-    held_out: int = 0
-    parts: tuple[float, ...] = ()
+    held_out: int = 0  # the number of held-out tokens; 0 if unrecorded
+    parts: tuple[float, ...] = ()  # the losses of equal parts of them; () if unrecorded
 
 
 def training_steps(records: Mapping[int, Mapping[str, Any]]) -> list[Step]:

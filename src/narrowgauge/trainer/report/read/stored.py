@@ -124,29 +124,18 @@ class PlannedRun(BaseModel):
 
 
 class PlannedComparison(BaseModel):
-    """A comparison as it was started.
-
-    Attributes:
-        command: Its command line; "" if it was started from Python.
-        reference: The arm that the others are compared with.
-        family: The arms that are compared, without the reference and controls.
-        seeds: The seeds of each arm.
-        parameters: Parameters in linear layers, to which tokens are related.
-        is_quiet: Whether no warm-up is expected to spike; False in the file of an older version.
-        rows: The file of results of a measured experiment; "" for a comparison that has none.
-        runs: All runs in the order of training.
-    """
+    """A comparison as it was started."""
 
     model_config = ConfigDict(frozen=True)
 
-    command: str
-    reference: str
-    family: tuple[str, ...]
-    seeds: tuple[int, ...]
-    parameters: int
-    is_quiet: bool = False
-    rows: str
-    runs: tuple[PlannedRun, ...]
+    command: str  # its command line; "" if it was started from Python
+    reference: str  # the arm that the others are compared with
+    family: tuple[str, ...]  # the arms that are compared, without the reference and controls
+    seeds: tuple[int, ...]  # the seeds of each arm
+    parameters: int  # parameters in linear layers, to which tokens are related
+    is_quiet: bool = False  # whether no warm-up is expected to spike; False in the file of an older version
+    rows: str  # the file of results of a measured experiment; "" for a comparison that has none
+    runs: tuple[PlannedRun, ...]  # all runs in the order of training
 
     @property
     def compared(self) -> list[PlannedRun]:

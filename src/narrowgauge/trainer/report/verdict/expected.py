@@ -25,19 +25,12 @@ _RARE = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
-    """A measured gap and its forecast.
+    """A measured gap and its forecast."""
 
-    Attributes:
-        name: The variant.
-        gap: The measured gap in percent.
-        forecast: The forecast.
-        probability: Of a measured gap at least as large; None where the forecast is refused.
-    """
-
-    name: str
-    gap: float
+    name: str  # the variant
+    gap: float  # the measured gap in percent
     forecast: Forecast
-    probability: float | None
+    probability: float | None  # of a measured gap at least as large; None where the forecast is refused
 
     @property
     def word(self) -> str:

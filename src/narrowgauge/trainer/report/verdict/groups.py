@@ -30,19 +30,12 @@ _AGAIN = " again"
 
 @dataclass(frozen=True)
 class Group:
-    """The runs of one variant by seed, in the given order.
+    """The runs of one variant by seed, in the given order."""
 
-    Attributes:
-        name: The name of the variant: that of its runs, without their seeds.
-        runs: Its runs by seed.
-        is_control: Whether it repeats the reference's configuration, or has the name of a control.
-        by_validation: Whether losses are those of validations, as the reference has them, or of steps.
-    """
-
-    name: str
-    runs: dict[int, Run]
-    is_control: bool
-    by_validation: bool
+    name: str  # the name of the variant: that of its runs, without their seeds
+    runs: dict[int, Run]  # its runs by seed
+    is_control: bool  # whether it repeats the reference's configuration, or has the name of a control
+    by_validation: bool  # whether losses are those of validations, as the reference has them, or of steps
 
     @property
     def has_failed(self) -> bool:

@@ -123,21 +123,13 @@ KNOWN = (
 
 @dataclass(frozen=True, slots=True)
 class QuietWarmup:
-    """The deviation of runs from scratch whose warm-up does not spike, from the pilot of docs/evidence.md.
+    """The deviation of runs from scratch whose warm-up does not spike, from the pilot of docs/evidence.md."""
 
-    Attributes:
-        design: The design of the pilot.
-        seeds: The number of seeds of its 8-bit arms.
-        tokens_per_parameter: The length of its runs. Nothing longer has been measured.
-        deviation: Of a pair, in percent.
-        low, high: Its 95 % interval.
-    """
-
-    design: str
-    seeds: int
-    tokens_per_parameter: float
-    deviation: float
-    low: float
+    design: str  # of the pilot
+    seeds: int  # the number of seeds of its 8-bit arms
+    tokens_per_parameter: float  # the length of its runs; nothing longer has been measured
+    deviation: float  # of a pair, in percent
+    low: float  # the ends of its 95 % interval
     high: float
 
 
@@ -178,19 +170,12 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """One arm against the reference, by the rule.
+    """One arm against the reference, by the rule."""
 
-    Attributes:
-        seeds: The number of gaps.
-        mean: Their mean in percent.
-        family: The number of arms that share the 5 %.
-        spread: The deviation of a gap; None if no arm has two seeds.
-    """
-
-    seeds: int
-    mean: float
-    family: int
-    spread: Spread | None
+    seeds: int  # the number of gaps
+    mean: float  # their mean in percent
+    family: int  # the number of arms that share the 5 %
+    spread: Spread | None  # the deviation of a gap; None if no arm has two seeds
 
     @property
     def half_width(self) -> float | None:

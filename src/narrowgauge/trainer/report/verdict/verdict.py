@@ -100,32 +100,18 @@ NAN = math.nan
 
 @dataclass(frozen=True)
 class Verdict(Group):
-    """One arm at one rung against the reference, in percent; the rows of another machine have no runs.
+    """One arm at one rung against the reference, in percent; the rows of another machine have no runs."""
 
-    Attributes:
-        gaps: By seed, for the seeds that both have at equal tokens; {} for the reference, and where a failed
-            run rules out a mean.
-        judgement: Of the gaps; None without any.
-        is_reference: Whether it is the reference itself.
-        is_done: Whether all runs are done, and the reference's have ended, so that the verdict is final.
-        tokens: The most tokens of a pair; 0 without any.
-        rung: The index of its length, from 1.
-        bf16_gaps: With a bf16 forward pass of the same weights, for both arms.
-        extra: The extra tokens of each seed, where they are determined.
-        diverged: The number of seeds that diverged, by the rows.
-        undecided: The conclusion if the interval includes zero.
-    """
-
-    gaps: Mapping[int, float]
-    judgement: Judgement | None
-    is_reference: bool = False
-    is_done: bool = True
-    tokens: int = 0
-    rung: int = 1
-    bf16_gaps: Sequence[float] = ()
-    extra: Sequence[float] = ()
-    diverged: int = 0
-    undecided: str = UNDECIDED
+    gaps: Mapping[int, float]  # by seed, at equal tokens; {} for the reference, and where a run failed
+    judgement: Judgement | None  # of the gaps; None without any
+    is_reference: bool = False  # whether it is the reference itself
+    is_done: bool = True  # all runs are done, and the reference's have ended: the verdict is final
+    tokens: int = 0  # the most tokens of a pair; 0 without any
+    rung: int = 1  # the index of its length, from 1
+    bf16_gaps: Sequence[float] = ()  # with a bf16 forward pass of the same weights, for both arms
+    extra: Sequence[float] = ()  # the extra tokens of each seed, where they are determined
+    diverged: int = 0  # the number of seeds that diverged, by the rows
+    undecided: str = UNDECIDED  # the conclusion if the interval includes zero
 
     @property
     def has_failed(self) -> bool:

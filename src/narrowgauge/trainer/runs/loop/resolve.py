@@ -40,19 +40,12 @@ from narrowgauge.trainer.training.step.graph_choice import require_gpu_for_graph
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of a run over its processes.
+    """The layout of a run over its processes."""
 
-    Attributes:
-        config: the configuration, with the chosen micro-batch if the user set none.
-        parallel_dims: the dimensions of `[parallel]`.
-        held_out: the number of sequences of a validation.
-        choice: a sentence about the chosen micro-batch; "" if it is the default or was set.
-    """
-
-    config: Config
-    parallel_dims: ParallelDims
-    held_out: int
-    choice: str
+    config: Config  # the configuration, with the chosen micro-batch if the user set none
+    parallel_dims: ParallelDims  # the dimensions of `[parallel]`
+    held_out: int  # the number of sequences of a validation
+    choice: str  # a sentence about the micro-batch; "" if it is the default or was set
 
 
 def lay_out(config: Config, processes: int, run: Path | None = None) -> Layout:
@@ -146,27 +139,16 @@ def _check_batch(config: Config, dims: ParallelDims) -> None:
 
 @dataclass(frozen=True)
 class Run(Layout):
-    """A run before its first step; the same on all ranks except for rank and device.
+    """A run before its first step; the same on all ranks except for rank and device."""
 
-    Attributes:
-        path: The run directory, which stores the configuration.
-        world: The processes.
-        device: The device of this process.
-        backend: Whether low-precision GEMMs run natively, and why.
-        memory: The expected memory of a step, in bytes.
-        memory_limit: Bytes that a step may use; 0 for all of the device's memory.
-        placement: A sentence for each layer or block that the recipe treats differently.
-        prompt: The prompt of the sample at the end; "" for held-out tokens.
-    """
-
-    path: Path
-    world: World
-    device: torch.device
-    backend: Backend
-    memory: Memory | None
-    memory_limit: int
-    placement: list[str]
-    prompt: str
+    path: Path  # the run directory, which stores the configuration
+    world: World  # the processes
+    device: torch.device  # the device of this process
+    backend: Backend  # whether low-precision GEMMs run natively, and why
+    memory: Memory | None  # the expected memory of a step, in bytes
+    memory_limit: int  # bytes that a step may use; 0 for all of the device's memory
+    placement: list[str]  # a sentence for each layer or block that the recipe treats differently
+    prompt: str  # the prompt of the sample at the end; "" for held-out tokens
 
 
 def resolve(

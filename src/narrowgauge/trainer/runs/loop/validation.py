@@ -36,15 +36,10 @@ PARTS = 32  # of the held-out tokens; how far a gap differs between them is its 
 
 @dataclass(frozen=True, slots=True)
 class ValidationLoss:
-    """Cross entropy in nats per token on held-out tokens.
+    """Cross entropy in nats per token on held-out tokens."""
 
-    Attributes:
-        losses: The mean loss of each batch, in the order of the text.
-        targets: The number of predicted tokens of each batch.
-    """
-
-    losses: Sequence[float]
-    targets: Sequence[int]
+    losses: Sequence[float]  # the mean loss of each batch, in the order of the text
+    targets: Sequence[int]  # the number of predicted tokens of each batch
 
     @property
     def mean(self) -> float:

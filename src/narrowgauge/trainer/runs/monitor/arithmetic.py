@@ -88,15 +88,10 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
-    """The choices for a CPU; "" on a GPU, where the recipe decides.
+    """The choices for a CPU; "" on a GPU, where the recipe decides."""
 
-    Attributes:
-        products: The precision of matmuls of bf16 values: "bf16" or "fp32".
-        attention: How attention is computed: "in-order", "fp32" or "torch".
-    """
-
-    products: str = ""
-    attention: str = ""
+    products: str = ""  # the precision of matmuls of bf16 values: "bf16" or "fp32"
+    attention: str = ""  # how attention is computed: "in-order", "fp32" or "torch"
 
     @classmethod
     def of(cls, lines: Sequence[Mapping[str, Any]], shape: AttentionShape) -> "Arithmetic":
