@@ -1,5 +1,8 @@
 """Files written, documents read, the sentence of a refusal: what tests of data share."""
 
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 
@@ -49,6 +52,17 @@ def refusal(source, key="text") -> str:
     with pytest.raises(UserError) as caught:
         list(documents(str(source), key))
     return str(caught.value)
+
+
+@contextmanager
+def full_disk(largest: int) -> Iterator[None]:
+    """As if the disk ended there: no file may be larger."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (largest, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def contents(directory) -> dict[str, bytes]:

@@ -5,21 +5,10 @@ from typing import Any
 
 import pytest
 
-from support.fault_runs import Runs
+from support.fault_runs import _runs, out, runs
 from support.processes import RANKS, Narrowgauge
 
-
-@pytest.fixture
-def runs(narrowgauge, line, look, tmp_path):
-    made = Runs(narrowgauge, line, look, tmp_path)
-    yield made
-    made.end_all()
-
-
-@pytest.fixture
-def out(tmp_path):
-    """A run directory to be."""
-    return tmp_path / "run"
+__all__ = ["_runs", "out", "runs"]
 
 
 @pytest.fixture(scope="session")

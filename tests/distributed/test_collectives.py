@@ -11,7 +11,6 @@ from distributed.ranks import on_ranks
 from narrowgauge.distributed.comm.byte_counter import CommCounter
 from narrowgauge.kernels.cast import amaxes_of
 from narrowgauge.system.collectives import (
-    all_gather_rows,
     all_reduce_flat,
     all_reduce_max,
     all_reduce_max_,
@@ -19,7 +18,6 @@ from narrowgauge.system.collectives import (
     broadcast_object,
     gather_objects,
     local_amax,
-    reduce_scatter_rows,
 )
 
 SHAPES = [(1, 1), (7, 5), (33, 129), (4096, 17), (0, 3)]
@@ -27,7 +25,7 @@ FILLS = [(), (math.nan,), (-math.nan, math.inf), (-math.inf,), (-3e4,)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
-def test_the_local_amax_is_that_of_three_other_ways_to_the_bit(dtype):
+def test_the_local_amax_is_torchs_to_the_bit(dtype):
     """However a tensor lies, which stays as it is."""
     generator = torch.Generator().manual_seed(0)
     for shape, fill, scale in product(SHAPES, FILLS, (1.0, -0.0, torch.finfo(dtype).tiny / 8)):
@@ -39,11 +37,8 @@ def test_the_local_amax_is_that_of_three_other_ways_to_the_bit(dtype):
             assert torch.equal(laid.nan_to_num(), before.nan_to_num())
             assert (amax.dtype, amax.shape) == (dtype, ())
             assert not torch.signbit(amax) or amax.isnan()
-            ways = torch.Tensor.amax, torch.Tensor.max, lambda t: torch.linalg.vector_norm(t, torch.inf)
-            for way in ways if x.numel() else ():
-                other = way(laid.abs())
-                assert (amax.isnan() and other.isnan()) or torch.equal(amax, other), (shape, fill)
-            assert x.numel() or amax == 0
+            other = laid.abs().amax() if x.numel() else torch.zeros((), dtype=dtype)
+            assert (amax.isnan() and other.isnan()) or torch.equal(amax, other), (shape, fill)
 
 
 @pytest.mark.tier("thorough", keep=(3,))
@@ -77,27 +72,11 @@ def test_amaxes_values_objects_and_sums_of_all_ranks():
         all_reduce_flat([], group)
     assert [t.tolist() for t in sums] == [[[world, 2 * world]], [3 * world], 4 * world]
     assert counter.calls == {"amax": 1, "reduce": 1}
-    assert all_reduce_values([rank, 1 / 3], [None], "cpu", torch.float64) == [
-        world * (world - 1) / 2,
-        world / 3,
-    ]
+    sum_of_ranks = world * (world - 1) / 2
+    assert all_reduce_values([rank, 1 / 3], [None], "cpu", torch.float64) == [sum_of_ranks, world / 3]
     assert all_reduce_values([2**53 + 1], [group], "cpu", torch.int64) == [world * 2**53 + world]
-    assert gather_objects({"rank": rank, "list": [rank] * rank}, group) == [
-        {"rank": r, "list": [r] * r} for r in range(world)
-    ]
+    assert gather_objects([rank] * rank, group) == [[r] * r for r in range(world)]
     assert broadcast_object({"from": rank}, group) == {"from": 0}
     first = max(world - 2, 0)
     some = dist.new_group(list(range(first, world)))
     assert rank < first or broadcast_object(f"from {rank}", some) == f"from {first}"
-
-
-@on_ranks(3)
-def test_torchs_own_collectives_are_counted():
-    x, n = torch.zeros(36), 4 * 12 * 3
-    with CommCounter() as traffic:
-        all_gather_rows(x, dist.group.WORLD)
-        reduce_scatter_rows(x.view(3, 12), dist.group.WORLD)
-        dist.all_reduce(x)
-        dist.barrier()
-    assert traffic.sent == {"gather": 2 * n, "reduce": 2 * n / 3, "other": 4 * n / 3}
-    assert traffic.calls == {"gather": 1, "reduce": 1, "other": 1}

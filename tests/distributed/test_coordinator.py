@@ -28,12 +28,10 @@ def test_ranks_that_cannot_meet_are_told_why():
     port = free_port()
     nowhere = refusal(open_store, world(1, 2, port, "no host..here"), {}, 300)
     assert "no host has the name 'no host..here'" in nowhere
-    assert "set MASTER_ADDR" in nowhere
     assert "finds no store at localhost:" in refusal(open_store, world(1, 2, port), {}, 0.2)
     store = open_store(world(0, 4, port), {}, 5, keep=True)
-    in_use = refusal(open_store, world(0, 4, port), {}, 5, keep=True)
-    assert f"port {port}" in in_use
-    assert "is in use on this host; set MASTER_PORT to a free one" in in_use
+    in_use = f"port {port}, at which the ranks were to meet, is in use on this host; set MASTER_PORT"
+    assert in_use in refusal(open_store, world(0, 4, port), {}, 5, keep=True)
     store.set("here/2", '"process 7 on host other"')
     missing = refusal(register, store, world(0, 4, port), 0.5)
     assert "2 of 4 ranks are here, and ranks 1, 3 missing" in missing
@@ -63,15 +61,6 @@ def test_a_signal_to_one_rank_stops_all_after_one_step_and_one_save(runs, out):
     (step,) = steps(out / "checkpoints")
     assert runs.look(out).column("step")[-1] == step
     assert f"stopped by SIGUSR1 after step {step}" in ended.err
-
-
-@pytest.mark.tier("thorough")
-def test_a_rank_that_is_killed_is_detected_by_its_silence(runs, out):
-    job = runs.start(runs.words(LONG), out, 2).until(runs.look(out).has_step(3))
-    who = f"rank 1 (process {job.pids[1]} on host {socket.gethostname()}) stopped sending heartbeats"
-    ended = job.send(signal.SIGKILL, rank=1).wait()
-    assert who in ended.err
-    assert who in runs.look(out).status["reason"]
 
 
 @pytest.mark.tier("thorough")

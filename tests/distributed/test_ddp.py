@@ -2,6 +2,7 @@
 
 import copy
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -70,17 +71,10 @@ def test_replicas_stay_equal_whatever_a_loop_does(name, is_prepared):
     assert same_everywhere(everything(model))
 
 
-class Operands:
-    """Keeps the numbers of each operand."""
-
-    def __init__(self, seen, name):
-        self.seen, self.name = seen, name
-
-    def operand(self, observed):
-        self.seen[f"{self.name}.{observed.place}"] = observed.seen.float()
-
-    def product(self, *_):
-        """Nothing."""
+def keeping(seen, name):
+    """An observer of a layer that keeps the numbers of each operand."""
+    keep = lambda o: seen.update({f"{name}.{o.place}": o.seen.float()})  # noqa: E731
+    return SimpleNamespace(operand=keep, product=lambda *_: None)
 
 
 @pytest.mark.tier("thorough", keep=("unprepared ddp-None",))
@@ -107,7 +101,7 @@ def test_ranks_draw_bits_of_their_own(wrapper, samples):
     seen = {}
     for name, layer in model.named_modules():
         if isinstance(layer, Linear):
-            layer.observer = Operands(seen, name)
+            layer.observer = keeping(seen, name)
     with quiet():
         trained(batch(0, rank=0)).square().mean().backward()
     found = gathered({place: t.tolist() for place, t in seen.items()})

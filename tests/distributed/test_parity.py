@@ -7,7 +7,7 @@ a single element, which with a small learning rate does not grow.
 """
 
 import json
-from math import inf, isfinite
+from math import inf, isfinite, prod
 
 import pytest
 
@@ -51,8 +51,8 @@ BY_CHANCE = {"bf16-sr": {"optimizer.lr": 1e-7}, "nvfp4-4over6": {"optimizer.lr":
 
 def processes(parallel):
     """How many processes a layout has; what says only a stage of ZeRO has two."""
-    axes = [parallel.get(axis, 1) for axis in ("replicate", "shard", "tensor", "context", "pipeline")]
-    return axes[0] * axes[1] * axes[2] * axes[3] * axes[4] if parallel.keys() - {"zero"} else 2
+    axes = ("replicate", "shard", "tensor", "context", "pipeline")
+    return prod(parallel.get(axis, 1) for axis in axes) if parallel.keys() - {"zero"} else 2
 
 
 class Parity:
@@ -167,14 +167,8 @@ ATTENTION_AND_STREAM = {
     "recipe.stream": "nvfp4",
     "model.kv_heads": 2,
 }
-GPT_2 = {
-    "model.positions": "learned",
-    "model.norm": "layer",
-    "model.mlp": "gelu",
-    "model.bias": True,
-    "model.tied_head": True,
-    "model.max_sequence_length": 80,
-}
+GPT_2 = {"model.positions": "learned", "model.norm": "layer", "model.mlp": "gelu", "model.bias": True}
+GPT_2 |= {"model.tied_head": True, "model.max_sequence_length": 80}
 # Micro-batches of two sequences, but in a pipeline, which needs two micro-batches.
 DOCUMENTS = {"data.separate_documents": True, "training.micro_batch_size": 2, "training.batch_size": 8}
 # Masks of tokens and of heads, of which each process has some.
@@ -224,9 +218,8 @@ FEATURES = {
     "narrow head": ("bf16", NARROW_HEAD, ("tp 2 x fsdp 2", "tp 2")),
 }
 LATER = ("experts' histories", "experts of stages", "recomputed in part", "heads that share keys")
-LAST_BIT_OF_A_MEAN = pytest.mark.xfail(
-    reason="one mean differs by its last float32 bit, and with it a column"
-)
+LAST_BIT = pytest.mark.xfail(reason="one mean differs by its last float32 bit, and with it a column")
+PAIRS = [(name, layout) for name, (_, _, layouts) in FEATURES.items() for layout in layouts]
 
 
 @pytest.mark.parametrize("layout", ["tp 2", "cp 2"])
@@ -237,12 +230,7 @@ def test_one_step_of_a_small_model(parity, layout):
 
 @pytest.mark.tier("thorough", nightly=[(name, f[2][0]) for name, f in FEATURES.items() if name not in LATER])
 @pytest.mark.parametrize(
-    ("feature", "layout"),
-    [
-        pytest.param(name, layout, marks=[LAST_BIT_OF_A_MEAN] * ((name, layout) == ("means", "tp 2")))
-        for name, (_, _, layouts) in FEATURES.items()
-        for layout in layouts
-    ],
+    ("feature", "layout"), [pytest.param(*p, marks=[LAST_BIT] * (p == ("means", "tp 2"))) for p in PAIRS]
 )
 def test_what_looks_beyond_its_process_means_the_whole(parity, feature, layout):
     """Numbers, random bits and choices that depend on more than one process has."""
@@ -285,17 +273,18 @@ EVERY = covering({name: properties_of(name) for name in recipe_names()}, AXES)
 LARGE = {"model.dim": 256, "model.ffn_dim": 256, "data.sequence_length": 256, "optimizer.lr": 1e-6}
 #: Pairs that are not within the bounds, for causes that are not known.
 DIFFERS = {
-    ("fp4", "pp 2 x tp 2"): pytest.mark.xfail(
-        reason="0.3 % of the operands of down are apart by a last float32 bit; all are near 1e-9, of up to 8"
-    ),
-    ("fp16", "pp 2 x fsdp 2"): pytest.mark.xfail(reason="weights have moved by 2e-3 of their way elsewhere"),
+    (
+        "fp4",
+        "pp 2 x tp 2",
+    ): "0.3 % of the operands of down are apart by a last float32 bit, near 1e-9",
+    ("fp16", "pp 2 x fsdp 2"): "weights have moved by 2e-3 of their way elsewhere",
 }
+MARKS = {pair: pytest.mark.xfail(reason=why) for pair, why in DIFFERS.items()}
 
 
 @pytest.mark.tier("thorough", nightly=FEW)
 @pytest.mark.parametrize(
-    ("recipe", "layout"),
-    [pytest.param(*pair, marks=DIFFERS.get(pair, ())) for pair in dict.fromkeys([*FEW, *EVERY])],
+    ("recipe", "layout"), [pytest.param(*p, marks=MARKS.get(p, ())) for p in dict.fromkeys([*FEW, *EVERY])]
 )
 def test_every_recipe_on_every_grid(parity, recipe, layout):
     sums = WIDE_SUMS if recipe in NARROW_SUMS else {}

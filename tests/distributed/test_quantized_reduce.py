@@ -155,19 +155,6 @@ def assert_is_sum(found, every, cast, divisor=1):
             equal(found[part], by_hand(flat, cast, d)[part] / divisor)
 
 
-@pytest.mark.tier("thorough", keep=(3,))
-@pytest.mark.parametrize("world", [1, 2, 3])
-@on_ranks()
-def test_a_list_reduced_everywhere():
-    """Reduces tensors of odd sizes."""
-    casts = [make_cast(c) for c in ("e4m3", "bf16", "fp32")]
-    mine = gradients_of([(5, 3), (11,), (4, 4)])
-    every = [everyone(x) for x in mine]
-    all_reduce(mine, [WireFormat(c) for c in casts], dist.group.WORLD)
-    for cast, x, of_all in zip(casts, mine, every, strict=True):
-        assert_is_sum(x, of_all, cast)
-
-
 #: Of each number of ranks: the sums of steps in which all have one large gradient, and how many overflow.
 #: The factor then leaves room; 1344 lies between 1280 and 1408.
 LEARNED = {2: ([448, 896, 896], 1), 3: ([448, 896, 1280, 1280], 2)}
@@ -248,9 +235,7 @@ def test_ddp(reduce):
 
 
 @pytest.mark.tier("thorough", keep=2)
-@pytest.mark.parametrize(
-    ("grad", "reduce"), [(LEARNING, LEARNING), ("bf16", "e4m3"), ("bf16", "bf16"), ("fp32", "e4m3")]
-)
+@pytest.mark.parametrize(("grad", "reduce"), [(LEARNING, LEARNING), ("bf16", "e4m3"), ("bf16", "bf16")])
 @on_ranks(3)
 def test_gradients_at_rest(grad, reduce):
     """What all ranks hold afterwards is the sum, in the same bytes."""

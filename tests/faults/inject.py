@@ -124,37 +124,13 @@ def signals(steps: Iterable[int], name: str) -> None:
     in_steps(steps, spoil)
 
 
-def record_tokens(file: str) -> None:
-    """Write each sequence that is trained on as [step, ids], one per line; the memory estimate has none."""
-    take = Trainer.train_step
-
-    def train_step(self: Trainer, *args: Any, **kwargs: Any) -> Any:
-        if next(self.model.parameters()).is_meta:
-            return take(self, *args, **kwargs)
-        embed = self.model.embed  # is given whole sequences, whatever part of them is here
-
-        def write(x_BT: torch.Tensor, *rest: Any) -> torch.Tensor:
-            lines = [json.dumps([self.step + 1, row]) + "\n" for row in x_BT.tolist()]
-            with open(file, "a") as out:
-                out.write("".join(lines))
-            return embed(x_BT, *rest)
-
-        self.model.embed = write  # type: ignore[method-assign]
-        try:
-            return take(self, *args, **kwargs)
-        finally:
-            del self.model.embed
-
-    Trainer.train_step = train_step  # type: ignore[method-assign]
-
-
 def clock(after_s: float, back_s: float) -> None:
     """Some time after the start, the wall clock is set back."""
     now, start = time.time, time.monotonic()
     time.time = lambda: now() - (back_s if time.monotonic() - start > after_s else 0)
 
 
-KINDS = (gradient, output, outgrow, flip, stop, signals, clock, record_tokens)
+KINDS = (gradient, output, outgrow, flip, stop, signals, clock)
 
 
 def main() -> None:

@@ -7,18 +7,13 @@ import secrets
 import pytest
 
 from narrowgauge.trainer.checkpoint import steps
-from support.fault_runs import WIDE, assert_same_bits, newest, state
+from support.fault_runs import WIDE, assert_same_bits, newest, state, stop_in
 from support.fault_table import LATER, RANKS, case
 
 
 def bad(steps, ranks, factor=math.nan):
     """A gradient that is no number, on the last rank alone."""
     return {"kind": "gradient", "factor": factor, "steps": list(steps), "rank": ranks - 1}
-
-
-def at(step):
-    """Asked to stop inside a step."""
-    return {"kind": "signals", "name": "SIGTERM", "steps": [step]}
 
 
 EVERY_STEP = {"checkpoint.every": 1, "checkpoint.keep": 4}
@@ -36,7 +31,7 @@ def test_all_ranks_skip_the_step_in_which_one_has_a_bad_gradient(runs, out, reci
     """Nothing moves in it, and the run with its stop goes on as one that was never stopped."""
     changes = EVERY_STEP | {"recipe.name": recipe} | (WIDE if recipe == "msamp-o2" else {})
     fault = bad([7], ranks, value)
-    ended = runs.start(runs.words(changes), out, ranks, [fault, at(8)]).wait()
+    ended = runs.start(runs.words(changes), out, ranks, [fault, stop_in(8)]).wait()
     assert set(ended.codes) == {75}, ended.err
     saved = out / "checkpoints"
     assert steps(saved) == [5, 6, 7, 8]
@@ -67,7 +62,7 @@ SURPRISE = {"kind": "output", "steps": [40], "factor": 30.0}
 @RANKS
 def test_a_step_that_is_skipped_for_its_spike_leaves_no_trace(runs, out, ranks):
     changes = SPIKE | EVERY_STEP | {"guard.spike": "skip"}
-    assert set(runs.start(runs.words(changes), out, ranks, [SURPRISE, at(41)]).wait().codes) == {75}
+    assert set(runs.start(runs.words(changes), out, ranks, [SURPRISE, stop_in(41)]).wait().codes) == {75}
     before, after = (state(out / "checkpoints" / f"step-{n}", "model", "optimizer") for n in (39, 40))
     assert_same_bits(after, before)
 

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import time
 from pathlib import Path
 
@@ -27,22 +26,6 @@ def test_a_rank_that_is_stopped_is_found_with_the_stack_of_the_other(runs, out, 
     assert runs.look(out).status["status"] == "failed"
     again = runs.start(words, out, 2).until(runs.look(out).has_step(7, resumes=1))
     assert set(again.send(signal.SIGTERM).wait().codes) == {75}
-
-
-@case("G5")  # each commit: distributed/test_world.py has the variables of launchers
-def test_a_port_in_use_is_named(runs, out):
-    """By rank 0, which was to listen there; whoever started the ranks ends the others, as srun -K does."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
-        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        ended = runs.start(runs.words(), out, **place, **where).wait(60)
-    assert ended.codes == [2]
-    assert f"port {port}" in ended.err
-    assert ended.err.count("\n") == 1, "one sentence"
-    assert not (out / "metrics.jsonl").exists()
 
 
 @case("G5")

@@ -9,6 +9,7 @@ import pytest
 
 from narrowgauge.trainer.checkpoint import steps
 from support.fault_jobs import alive
+from support.fault_runs import continues
 from support.fault_table import RANKS, case
 
 # Only what a signal asks for is saved before the end.
@@ -16,18 +17,11 @@ RARE = {"training.steps": 30, "checkpoint.every": 100, "recipe.name": "nvfp4"}
 ASKING = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP]
 
 
-def goes_on(runs, out, changes, ranks):
-    ended = runs.finish(runs.words(changes), out, ranks)
-    assert runs.look(out).trajectory == runs.undisturbed(changes, ranks).trajectory
-    assert runs.look(out).status["status"] == "done"
-    return ended.out
-
-
 @pytest.mark.tier("nightly", keep=("SIGTERM-1 rank",))
 @case("G1", tier="thorough")
 @RANKS
 @pytest.mark.parametrize("number", ASKING, ids=lambda n: n.name)
-def test_asked_to_stop_it_saves_once_and_the_same_line_goes_on(runs, out, number, ranks):
+def test_asked_to_stop_it_saves_once_and_the_same_line_continues(runs, out, number, ranks):
     look = runs.look(out)
     ended = runs.start(runs.words(RARE), out, ranks).until(look.has_step(4)).send(number).wait(25)
     assert set(ended.codes) == {75}, ended.err
@@ -41,7 +35,7 @@ def test_asked_to_stop_it_saves_once_and_the_same_line_goes_on(runs, out, number
     assert [event["step"] for event in look.events("save")] == [step], "one save"
     (stop,) = look.events("stop")
     assert (stop["step"], stop["reason"]) == (step, number.name)
-    assert f"continuing {out} after step {step}" in goes_on(runs, out, RARE, ranks)
+    assert f"continuing {out} after step {step}" in continues(runs, out, RARE, ranks).out
 
 
 @case("G1")
@@ -63,7 +57,7 @@ def test_signals_at_random_moments_leave_no_trace(runs, tmp_path, ranks):
         assert set(ended.codes) in ({75}, {0}), (asked, ended.err)
         number += set(ended.codes) == {0}
     for done in range(number + 1):
-        goes_on(runs, tmp_path / f"run-{done}", changes, ranks)
+        continues(runs, tmp_path / f"run-{done}", changes, ranks)
 
 
 @case("G1")
@@ -78,7 +72,7 @@ def test_a_second_signal_stops_at_once(runs, out, pair, ranks):
     assert set(ended.err.splitlines()) == {"narrowgauge: interrupted"}
     assert steps(out / "checkpoints") == [], "no save"
     assert runs.look(out).status["status"] == "failed"
-    goes_on(runs, out, RARE, ranks)
+    continues(runs, out, RARE, ranks)
 
 
 @case("G1", "D1")

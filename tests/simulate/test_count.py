@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from narrowgauge.kernels.dispatch import has_kernels
-from narrowgauge.recipes import device_facts, named_device
+from narrowgauge.recipes import named_device
 from narrowgauge.system.devices import imagine
 from narrowgauge.system.errors import UserError
 from narrowgauge.trainer.models import count_parameters
@@ -23,17 +22,6 @@ def config(recipe, layers=2, **model):
 
 def names(count):
     return {event.name for event in count.micro}
-
-
-def test_a_meta_device_stands_for_a_gpu_only_while_one_is_imagined():
-    sm_90 = named_device("sm_90")
-    with imagine(sm_90):
-        assert device_facts(META) == sm_90
-        assert has_kernels(META)
-    assert device_facts(META).maker == "meta"
-    assert not has_kernels(META)
-    with imagine(named_device("v100")):
-        assert not has_kernels(META)  # Triton compiles from Ampere on
 
 
 def test_each_gpu_multiplies_what_it_has():

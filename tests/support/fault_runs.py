@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from narrowgauge.trainer.checkpoint import load, steps
@@ -106,6 +107,38 @@ class Runs:
         shutil.copytree(self._made(changes, ranks)[0], to)
         (to / "status.json").unlink()
         return self.look(to)
+
+
+@pytest.fixture(scope="session")
+def _runs(narrowgauge: Any, line: Any, look: Any, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(narrowgauge, line, look, tmp_path_factory.mktemp("faults"))
+
+
+@pytest.fixture
+def runs(_runs: Runs) -> Iterator[Runs]:
+    """Those that are undisturbed are shared by all tests of a session."""
+    yield _runs
+    _runs.end_all()
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    """A run directory to be."""
+    return tmp_path / "run"
+
+
+def stop_in(step: int) -> dict[str, Any]:
+    """The fault of being asked to stop inside a step."""
+    return {"kind": "signals", "name": "SIGTERM", "steps": [step]}
+
+
+def continues(runs: Runs, out: Path, changes: Any, ranks: int = 1, **more: Any) -> JobEnded:
+    """The same line once more: it ends as the undisturbed run does, and leaves no draft."""
+    ended = runs.finish(runs.words(changes), out, ranks, **more)
+    assert runs.look(out).trajectory == runs.undisturbed(changes, ranks).trajectory
+    assert runs.look(out).status["status"] == "done"
+    assert not list((out / "checkpoints").glob("*.tmp-*"))
+    return ended
 
 
 def newest(run: Path) -> Path:

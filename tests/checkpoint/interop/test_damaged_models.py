@@ -25,18 +25,20 @@ def model():
     return Transformer(model_config("debug", dim=64, layers=2, ffn_dim=96, vocab_size=67))
 
 
+def written(path, model, **how):
+    path.mkdir()
+    write_folder(path, model.config, model.state_dict(), None, **how)
+    return path
+
+
 @pytest.fixture
 def folder(tmp_path, model):
-    (tmp_path / "there").mkdir()
-    write_folder(tmp_path / "there", model.config, model.state_dict(), None)
-    return tmp_path / "there"
+    return written(tmp_path / "there", model)
 
 
 @pytest.fixture
 def parts(tmp_path, model):
-    (tmp_path / "parts").mkdir()
-    write_folder(tmp_path / "parts", model.config, model.state_dict(), None, shard_bytes=50_000)
-    return tmp_path / "parts"
+    return written(tmp_path / "parts", model, shard_bytes=50_000)
 
 
 def refused(path, *words):

@@ -77,15 +77,6 @@ def test_saving_the_same_again_changes_nothing(tmp_path):
     assert os.listdir(tmp_path) == ["step-1"]
 
 
-def test_a_damaged_step_of_the_same_number_is_set_aside(tmp_path):
-    put(tmp_path, 1)
-    put(tmp_path, 2)
-    spoil(tmp_path, 2)
-    put(tmp_path, 2)
-    assert load(tmp_path / "step-2").state == {"v": 2}
-    assert [name.split("-")[1] for name in os.listdir(tmp_path) if "aside" in name] == ["2.aside"]
-
-
 @case("C4", tier="quick")
 def test_going_back_sets_the_abandoned_future_aside(tmp_path):
     for step in (10, 20, 30):

@@ -2,15 +2,12 @@
 
 import os
 import re
-from pathlib import Path
 
 import pytest
 import torch
 
-from narrowgauge.system import files
 from narrowgauge.system.files import write_whole
 from narrowgauge.trainer.checkpoint import newest_valid, save, steps
-from narrowgauge.trainer.checkpoint.store import commit
 from support.checkpoint_ranks import assert_whole
 from support.fault_runs import flip_a_bit
 from support.fault_table import case
@@ -40,16 +37,6 @@ QUICK = {"begun", "published", f"write:{SECOND[0]}", f"written:{SECOND[0]}@1"}
 LATER = pytest.mark.tier("thorough")  # one process shows the same points
 DEATHS = [(1, point) for point in ALONE]
 DEATHS += [pytest.param(2, point, marks=() if point in QUICK else LATER) for point in OF_TWO]
-
-
-def test_the_points_below_are_all_there_are():
-    sources = "".join(
-        p.read_text() for p in (*Path(commit.__file__).parent.glob("*.py"), Path(files.__file__))
-    )
-    named = {re.sub(r"\{.*", "", name) for name in re.findall(r'crash_point\(f?"([^"]+)"\)', sources)}
-    tested = {point.split(":")[0] + (":" if ":" in point else "") for point in ALONE}
-    elsewhere = {"exchange:filled", "exchange:renamed"}  # tests/cli/test_models.py
-    assert named == tested | {"renamed:", "set-aside:"} | elsewhere  # both below
 
 
 @case("A3", "D5", tier="quick")

@@ -44,15 +44,6 @@ def test_every_world_reads_what_every_other_wrote(tmp_path, on_ranks):
         assert_whole(path / f"step-{step}", step)
 
 
-def test_what_all_ranks_hold_is_written_once_and_by_turns(tmp_path, on_ranks):
-    on_ranks(4, "save", tmp_path, steps=[1])
-    for group, named in tensors_of(1).items():
-        files = [path.read_bytes() for path in (tmp_path / "step-1").glob(f"{group}-*")]
-        assert len(files) == 4
-        headers = sum(8 + int.from_bytes(data[:8], "little") for data in files)
-        assert sum(map(len, files)) == headers + sum(x.nbytes for x in named.values())
-
-
 def test_a_pickle_in_place_of_a_ranks_file_is_not_executed_and_sends_all_to_the_older_step(start, on_ranks):
     (start / "step-2" / MODEL.format(1)).write_bytes(pickle.dumps(Bomb(start / "marker")))
     said = on_ranks(3, "restore", start).one
@@ -97,16 +88,16 @@ DRIFTS = {
 }
 
 
-@pytest.mark.parametrize("name", DRIFTS)
-def test_drift_is_refused_by_name_before_anything_changes(start, name):
-    tensor, words = DRIFTS[name]
-    held = local_tensors_of(tensors_of(1), 0, 1)
-    held["model"].pop(name, None)
-    if tensor is not None:
-        held["model"][name] = [full_tensor(tensor)]
-    with pytest.raises(UserError, match=re.escape(words)):
-        restore_distributed(start / "step-2", held)
-    assert all(same_bits(held["optimizer"][n][0].tensor, x) for n, x in tensors_of(1)["optimizer"].items())
+def test_drift_is_refused_by_name_before_anything_changes(start):
+    whole = tensors_of(1)["optimizer"]
+    for name, (tensor, words) in DRIFTS.items():
+        held = local_tensors_of(tensors_of(1), 0, 1)
+        held["model"].pop(name, None)
+        if tensor is not None:
+            held["model"][name] = [full_tensor(tensor)]
+        with pytest.raises(UserError, match=re.escape(words)):
+            restore_distributed(start / "step-2", held)
+        assert all(same_bits(held["optimizer"][n][0].tensor, x) for n, x in whole.items())
 
 
 def test_a_rank_reads_only_the_files_it_needs(start):

@@ -1,6 +1,5 @@
 """Slices and the plan of who writes what, without any process: against a slow obvious oracle."""
 
-import json
 import random
 from collections import Counter
 
@@ -8,8 +7,7 @@ import pytest
 import torch
 
 from narrowgauge.system.errors import UserError
-from narrowgauge.trainer.checkpoint.store.index import from_json, to_json
-from narrowgauge.trainer.checkpoint.store.save_plan import describe, make_index, plan_for_rank
+from narrowgauge.trainer.checkpoint.store.save_plan import describe, make_index
 from narrowgauge.trainer.checkpoint.store.slices import LocalTensor, TensorSlice, full_tensor
 from narrowgauge.trainer.checkpoint.store.slices import require_exact_cover as cover
 
@@ -109,13 +107,3 @@ def test_ranks_that_contradict_each_other_are_refused_by_name():
     for ranks, words in CONTRADICTIONS:
         with pytest.raises(UserError, match=words):
             plan(*({"w": held} for held in ranks))
-
-
-def test_an_index_reads_back_as_it_was():
-    x = torch.zeros(6, 4)
-    halves = [[LocalTensor(x[:2], (6, 4), (0, 0))], [LocalTensor(x[2:], (6, 4), (2, 0))]]
-    index = plan(*({"w": h, "tied": h, "none": [full_tensor(torch.zeros(0, 3))]} for h in halves))
-    sizes = {part.file: 1000 for part in index["model"]["w"].slices}
-    assert from_json(json.loads(to_json(index)), sizes) == index
-    shares = [plan_for_rank(index, {"model": {"w": halves[r]}}, r, 2) for r in range(2)]
-    assert [list(share["model"]) for share in shares] == [["w@0,0"], ["w@2,0"]]

@@ -17,23 +17,10 @@ STEP = (
     f"{SHELL} SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=8 SLURM_STEP_NUM_NODES=1 SLURM_STEP_TASKS_PER_NODE=8 "
     "SLURM_PROCID=3 SLURM_LOCALID=3 PMI_SIZE=8 PMI_RANK=3"
 )
-TWO_NODES = (
-    f"{STEP} SLURM_NNODES=2 SLURM_STEP_NUM_TASKS=2 SLURM_STEP_NUM_NODES=2 SLURM_STEP_TASKS_PER_NODE=1(x2) "
-    "SLURM_PROCID=1 SLURM_NODEID=1 SLURM_LOCALID=0 PMI_SIZE=2 PMI_RANK=1"
-)
-TORCHRUNS = (
-    f"{TWO_NODES} {ONE_NODE} RANK=11 WORLD_SIZE=16 GROUP_RANK=1 GROUP_WORLD_SIZE=2 TORCHELASTIC_RUN_ID=7"
-)
-EIGHT_BY_MPIRUN = (
-    "OMPI_COMM_WORLD_SIZE=8 OMPI_COMM_WORLD_RANK=3 OMPI_COMM_WORLD_LOCAL_RANK=3 OMPI_COMM_WORLD_LOCAL_SIZE=8"
-)
 ALL = [
-    *(text for text, _ in WORLDS),
-    *(text for text, _ in REFUSED),
-    *(text for text, _, _ in DEVICES),
+    *(text for text, *_ in [*WORLDS, *REFUSED, *DEVICES]),
     *(f"{STEP} {ONE_NODE} WORLD_SIZE=5", f"{STEP} {ONE_NODE} TORCHELASTIC_RUN_ID=7"),
-    *(f"{ONE_NODE} LOCAL_RANK=9", f"{ONE_NODE} MASTER_PORT=0"),
-    *(ONE_NODE, SHELL, STEP, TWO_NODES, TORCHRUNS, EIGHT_BY_MPIRUN),
+    *(f"{ONE_NODE} LOCAL_RANK=9", ONE_NODE, SHELL),
 ]
 
 
@@ -42,10 +29,6 @@ def verdicts(text, gpus=8, there=8, **system):
     cards = tuple(Gpu(name="GPU", capability=(9, 0), peers=tuple(range(gpus))) for _ in range(gpus))
     system = {"cores": 64, "machine_cores": 64} | system
     return check(replace(CPU_ONLY, makers=("nvidia",) * there, gpus=cards, environment=env(text), **system))
-
-
-def verdict(name, text, gpus=8, there=8, **system):
-    return verdicts(text, gpus, there, **system)[name]
 
 
 def train_says(text, gpus):
@@ -75,43 +58,28 @@ def test_the_doctor_refuses_what_train_refuses_and_nothing_else(text):
             assert all(item.status == "OK" for item in said[:-1])
 
 
-def test_the_shell_of_a_batch_script_is_where_the_doctor_is_started():
-    item = verdict("launcher", SHELL)
-    assert item.status == "WARN"
-    assert "the Slurm job has 8 tasks, but this process was started by its script without srun" in item.found
-    assert item.fix == "write srun and torchrun before the command, or use narrowgauge launch"
-    assert verdict("launcher", f"{SHELL} SLURM_NTASKS=1").status == "OK"
+SHELLS = "the Slurm job has 8 tasks, but this process was started by its script without srun"
+FEW = {"cores": 4, "threads": 16}  # a container with a share of the cores
+#: An item, variables, GPUs that are seen and there, what the system is otherwise, the verdict and its words.
+VERDICTS = [
+    ("launcher", SHELL, 8, 8, {}, "WARN", SHELLS),
+    ("launcher", f"{SHELL} SLURM_NTASKS=1", 8, 8, {}, "OK", ""),
+    ("ranks", "", 0, 0, {}, "OK", "1 on this node, on the CPU"),
+    ("ranks", "", 8, 8, {}, "OK", "one of 8 GPUs"),
+    ("ranks", ONE_NODE, 8, 8, {}, "OK", "8 on this node, one to each GPU"),
+    ("ranks", ONE_NODE, 1, 1, {}, "MISS", "8 processes on this node would share 1 GPU"),
+    ("ranks", f"{ONE_NODE} CUDA_VISIBLE_DEVICES=3", 1, 8, {}, "OK", "given a GPU to itself"),
+    ("ranks", f"{ONE_NODE} LOCAL_WORLD_SIZE=4", 8, 8, {}, "WARN", "4 on this node, 8 GPUs"),
+    ("cores", ONE_NODE, 8, 8, {"cores": 64, "threads": 8}, "OK", "64 of 64"),
+    ("cores", f"{STEP} {ONE_NODE}", 8, 8, {"cores": 1}, "WARN", "--cpus-per-task"),
+    ("cores", ONE_NODE, 8, 8, {"cores": 64, "threads": 64}, "WARN", "OMP_NUM_THREADS=8"),
+    ("cores", "", 8, 8, FEW, "WARN", "4 of 64; 1 process of OMP_NUM_THREADS=16"),
+    ("cores", "", 8, 8, FEW, "WARN", "OMP_NUM_THREADS=4:"),
+]
 
 
-@pytest.mark.parametrize(
-    ("text", "gpus", "there", "status", "words"),
-    [
-        ("", 0, 0, "OK", "1 on this node, on the CPU"),
-        ("", 8, 8, "OK", "one of 8 GPUs"),
-        (ONE_NODE, 8, 8, "OK", "8 on this node, one to each GPU"),
-        (ONE_NODE, 1, 1, "MISS", "8 processes on this node would share 1 GPU"),
-        (f"{ONE_NODE} CUDA_VISIBLE_DEVICES=3", 1, 8, "OK", "given a GPU to itself"),
-        (f"{ONE_NODE} LOCAL_WORLD_SIZE=4", 8, 8, "WARN", "4 on this node, 8 GPUs"),
-    ],
-)
-def test_processes_and_gpus(text, gpus, there, status, words):
-    item = verdict("ranks", text, gpus, there)
+@pytest.mark.parametrize(("name", "text", "gpus", "there", "system", "status", "words"), VERDICTS)
+def test_launchers_ranks_and_cores(name, text, gpus, there, system, status, words):
+    item = verdicts(text, gpus, there, **system)[name]
     assert item.status == status
     assert words in f"{item.found}; {item.fix}"
-
-
-@pytest.mark.parametrize(
-    ("text", "system", "status", "words"),
-    [
-        (ONE_NODE, {"cores": 64, "threads": 8}, "OK", "64 of 64"),
-        (f"{STEP} {ONE_NODE}", {"cores": 1}, "WARN", "--cpus-per-task"),
-        (ONE_NODE, {"cores": 64, "threads": 64}, "WARN", "OMP_NUM_THREADS=8"),
-        # a container with a share of the cores
-        ("", {"cores": 4, "threads": 16}, "WARN", "4 of 64; 1 process of OMP_NUM_THREADS=16"),
-        ("", {"cores": 4, "threads": 16}, "WARN", "OMP_NUM_THREADS=4:"),
-    ],
-)
-def test_cores(text, system, status, words):
-    item = verdict("cores", text, **system)
-    assert item.status == status
-    assert words in f"{item.found} {item.fix}"

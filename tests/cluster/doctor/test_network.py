@@ -4,7 +4,6 @@ import base64
 import contextlib
 import gc
 import os
-import socket
 import threading
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -13,6 +12,7 @@ import pytest
 
 from narrowgauge.trainer.cluster.doctor.doctor import check
 from narrowgauge.trainer.cluster.doctor.network import ask_hub
+from support.fault_jobs import free_port
 from support.healthy import CPU_ONLY
 
 SECRET = "s3cr/t@w:rd"
@@ -57,28 +57,15 @@ def server(status, date=None):
 
 
 @pytest.fixture
-def nobody():
-    """An address without a listener."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        yield f"127.0.0.1:{taken.getsockname()[1]}"
-
-
-def surroundings(monkeypatch, variables):
-    """Let these be the only variables on the way to the hub."""
-    for name in list(os.environ):
-        if name.lower().endswith("_proxy") or name.startswith(("HF_", "TRANSFORMERS_")):
-            monkeypatch.delenv(name)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-
-
-@pytest.fixture
 def ask(monkeypatch):
     """Asks the hub where only these variables name proxies, mirrors and wishes; (its answer, the verdict)."""
 
     def with_variables(variables, **options):
-        surroundings(monkeypatch, variables)
+        for name in list(os.environ):
+            if name.lower().endswith("_proxy") or name.startswith(("HF_", "TRANSFORMERS_")):
+                monkeypatch.delenv(name)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
         hub = ask_hub(**options)
         return hub, check(replace(CPU_ONLY, hub=hub))["network"]
 
@@ -109,8 +96,8 @@ def test_a_proxy_that_refuses_is_told_apart_from_no_network(ask, status):
         *(("HF_ENDPOINT", x, "no address", "HF_ENDPOINT") for x in NO_ADDRESS),
     ],
 )
-def test_an_address_that_leads_nowhere(ask, nobody, variable, address, outcome, words):
-    hub, item = ask({variable: address.replace("NOBODY", nobody)})
+def test_an_address_that_leads_nowhere(ask, variable, address, outcome, words):
+    hub, item = ask({variable: address.replace("NOBODY", f"127.0.0.1:{free_port()}")})
     assert (hub.outcome, item.status) == (outcome, "WARN")
     assert words in item.found
     assert "s3cr" not in str(hub)

@@ -13,13 +13,7 @@ def test_those_that_ship_give_reasons_and_sources():
         assert all(source.startswith("https://") for source in site.source)
         assert all(variable.why for variable in site.environment.values())
     assert load_site("frontier").architecture == "gfx90a"
-    for name, variable, value in (  # https://github.com/Azure/MS-AMP-Examples, gpt3/README.md
-        ("frontier", "NCCL_SOCKET_IFNAME", "hsn0"),
-        ("azure-ndv5", "NCCL_IB_PCI_RELAXED_ORDERING", "1"),
-        ("azure-ndv5", "NCCL_SOCKET_IFNAME", "eth0"),
-        ("azure-ndv5", "NCCL_TOPO_FILE", "/opt/microsoft/ndv5-topo.xml"),
-    ):
-        assert load_site(name).environment[variable].value == value
+    assert load_site("azure-ndv5").environment["NCCL_SOCKET_IFNAME"].value == "eth0"
 
 
 def test_the_form_in_the_module_is_a_site(tmp_path):
@@ -32,9 +26,7 @@ def test_the_form_in_the_module_is_a_site(tmp_path):
     assert (site.slurm.account, site.slurm.cpus_per_task, site.slurm.signal_seconds) == ("abc123", 16, 300)
     assert site.slurm.limit == (Limit(partition="gpu", nodes=16, hours=48),)
     assert site.setup.lines == ("module load cuda",)
-    assert {name: variable.value for name, variable in site.environment.items()} == {
-        "NCCL_SOCKET_IFNAME": "ib0"
-    }
+    assert [(name, v.value) for name, v in site.environment.items()] == [("NCCL_SOCKET_IFNAME", "ib0")]
 
 
 @pytest.mark.parametrize(
@@ -65,7 +57,6 @@ def test_a_mistake_is_named_with_the_nearest_key(text, words):
 
 
 def test_a_site_that_is_not_there():
-    with pytest.raises(UserError, match="the nearest is 'frontier'"):
-        load_site("fronteer")
-    with pytest.raises(UserError, match=r"nowhere\.toml does not exist.*azure-ndv5, frontier"):
-        load_site("nowhere.toml")
+    for name, words in (("fronteer", "the nearest is 'frontier'"), ("nowhere.toml", "does not exist")):
+        with pytest.raises(UserError, match=words):
+            load_site(name)

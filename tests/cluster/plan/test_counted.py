@@ -48,16 +48,14 @@ def test_a_step_of_one_micro_batch_casts_its_weights():
     assert one.seconds_at_best == pytest.approx(one.best.first.seconds + one.best.update.seconds)
 
 
+FORMATS = {("fp4", "h100"): "bf16", ("fp32", "h200"): "fp32", ("fp16", "v100"): "fp16"}
+FORMATS[("bf16", "v100")] = "fp32"
+
+
 @pytest.mark.tier("thorough")
 def test_products_are_those_that_the_device_multiplies():
     """The forward matmuls of `fp4` are by rows, whose scales are applied afterwards: bf16, and not fp32."""
-    formats = {
-        ("fp4", "h100"): "bf16",
-        ("fp32", "h200"): "fp32",
-        ("fp16", "v100"): "fp16",
-        ("bf16", "v100"): "fp32",
-    }
-    assert {key: plan(*key).time.formats[0] for key in formats} == formats
+    assert {key: plan(*key).time.formats[0] for key in FORMATS} == FORMATS
     assert plan("fp4", "h100").time.causes.products < 2 * plan("bf16", "h100").time.causes.products
     half, wide = (plan(name, "v100").expected.counted for name in ("fp16", "bf16"))
     assert half.seconds < wide.seconds, "counted with torch's own operations"

@@ -26,7 +26,6 @@ from narrowgauge.trainer.simulate import (
     estimate_step,
 )
 from narrowgauge.trainer.simulate.memory import CLASSES
-from narrowgauge.trainer.simulate.memory_estimate import _heaviest
 from narrowgauge.trainer.simulate.room import Room, copy_of_save
 from narrowgauge.trainer.training import make_config
 from support.runs import config_of
@@ -49,9 +48,6 @@ def test_clusters_that_ship():
         assert cluster.facts.maker in ("nvidia", "amd", "cpu")
         assert cluster.memory_bytes > 1e10
         assert all(cluster.speed(kind) <= cluster.peak[kind] for kind in cluster.peak)
-        figures = ("memory =", "inside", "between", "host")
-        bare = [line for line in text_of(name).splitlines() if line.startswith(figures)]
-        assert all("#" in line for line in bare), "each figure has its source"
 
 
 def test_a_cluster_of_ones_own(tmp_path):
@@ -59,9 +55,7 @@ def test_a_cluster_of_ones_own(tmp_path):
     file = tmp_path / "mine.toml"
     file.write_text("\n".join(line.strip() for line in lines.splitlines()))
     assert str(load_cluster(str(file)).device_hour) == "3.50 USD"
-    assert load_cluster("4090") == load_cluster("rtx4090"), (
-        "the ending of a name stands for the one that has it"
-    )
+    assert load_cluster("4090") == load_cluster("rtx4090"), "an ending stands for the one that has it"
     for name, words in (("100", "unknown cluster '100'"), ("fronteir", "frontier")):  # a100, h100 and v100
         with pytest.raises(UserError, match=words):
             load_cluster(name)
@@ -85,28 +79,12 @@ def test_a_mistake_in_a_cluster_is_named(line, words):
         parse_cluster(f"{line}\n{kept}", "mine.toml")
 
 
-@pytest.mark.tier("thorough", keep=1)
-@pytest.mark.parametrize(
-    ("recipe", "mesh"), [("bf16", {}), ("bf16", {"shard": 2, "zero": 1}), ("bf16", {"pipeline": 2})], ids=str
-)
-def test_a_few_layers_tell_what_many_take(recipe, mesh):
-    deep = config(recipe, SMALL | {"layers": 10})
-    quick, slow = estimate_step(deep, ParallelDims(**mesh)), _heaviest(deep, ParallelDims(**mesh))
-    for name in ("weights", "gradients", "m", "v", "logits", "saved activations"):
-        assert quick.memory.device[name] == slow.memory.device[name], name
-    assert quick.memory.peak == pytest.approx(slow.memory.peak, rel=0.03)
-    assert quick.sent == slow.sent
+PRICES = {"2.50USD": "2.50 USD", "2.5 EUR": "2.50 EUR", "$3": "3.00 $", "1234": "1,234"}
 
 
 def test_a_price_has_the_currency_that_was_written_and_tokens_are_a_number():
-    words = {
-        "2.50USD": "2.50 USD",
-        "2.5 EUR": "2.50 EUR",
-        "$3": "3.00 $",
-        "1234": "1,234",
-        "0.004USD": "below 0.01 USD",
-    }
-    assert {text: str(parse_price("--price", text)) for text in words} == words
+    assert {text: str(parse_price("--price", text)) for text in PRICES} == PRICES
+    assert str(parse_price("--price", "0.004USD")) == "below 0.01 USD"
     for text in ("", "-1", "EUR 2 USD"):
         with pytest.raises(UserError, match=r"--price .*such as 2\.50USD"):
             parse_price("--price", text)
@@ -118,14 +96,14 @@ def test_a_price_has_the_currency_that_was_written_and_tokens_are_a_number():
 @pytest.mark.tier("thorough")
 def test_a_format_that_the_device_lacks_is_priced_as_emulation():
     """Matmuls in bf16 as under recipe bf16, and casts on top; where torch's operations cast, in fp32."""
+    dims = ParallelDims()
+    step = estimate_step(config("bf16", SMALL | {"layers": 1}), dims)
 
     def of(recipe, name):
         narrow = config(recipe, {"name": "llama3-1b", "layers": 2}, micro_batch_size=16)
         return estimate(narrow, dims, load_cluster(name), step)
 
-    dims = ParallelDims()
-    step = estimate_step(config("bf16", SMALL | {"layers": 1}), dims)
-    wide, hopper = of("bf16", "h100"), of("mxfp4", "h100")
+    wide, hopper, a100 = of("bf16", "h100"), of("mxfp4", "h100"), of("bf16", "a100")
     assert (hopper.backend.name, hopper.format) == ("emulated", "bf16")
     assert hopper.causes.products == pytest.approx(wide.causes.products)
     assert hopper.causes.casts > 2 * wide.causes.casts
@@ -133,7 +111,7 @@ def test_a_format_that_the_device_lacks_is_priced_as_emulation():
     blackwell = of("nvfp4", "b200")  # its last block and its head are kept in bf16
     assert (blackwell.backend.name, set(blackwell.formats)) == ("native", {"fp4", "bf16"})
     assert blackwell.causes.products < of("bf16", "b200").causes.products
-    plain = of("bf16", "a100").causes.products
+    plain = a100.causes.products
     assert [of(name, "a100").causes.products for name in ("fp8", "fp8-block")] == pytest.approx([plain] * 2)
     assert of("fp8-block", "h100").causes.products < wide.causes.products
     assert of("averis", "a100").causes.products > 2 * plain, "its forward products are in fp32"
@@ -155,25 +133,23 @@ def test_what_is_expected_is_what_the_nearest_runs_reached():
 @pytest.mark.tier("thorough")
 def test_the_smallest_number_of_devices_is_found():
     """The first that fits, in the order of numbers that the batch can be cut over; micro-batches shrink."""
-    big = config("bf16", SMALL | {"layers": 2}, batch_size=12, micro_batch_size=6)
 
-    def peak(shard):
-        size = min(6, 12 // shard)
-        values = config("bf16", SMALL | {"layers": 2}, batch_size=12, micro_batch_size=size)
-        return estimate_memory(values, ParallelDims(shard=shard)).peak
+    def of(shard, micro=6):
+        size = min(micro, 12 // shard)
+        return config("bf16", SMALL | {"layers": 2}, batch_size=12, micro_batch_size=size)
 
-    limit = peak(3)
-    memory = estimate_memory(big, ParallelDims(replicate=2))
-    found = fewest_devices(big, ParallelDims(replicate=2), memory, limit, lambda m, _: m.peak <= limit)
+    peaks = {shard: estimate_memory(of(shard), ParallelDims(shard=shard)).peak for shard in (2, 3)}
+    big, limit, two = of(1), peaks[3], ParallelDims(replicate=2)
+    memory = estimate_memory(big, two)
+    found = fewest_devices(big, two, memory, limit, lambda m, _: m.peak <= limit)
     assert (found.parallel_dims.shard, found.parallel_dims.replicate, found.micro_batch_size) == (3, 1, 4)
-    assert peak(2) > limit
-    fitting = estimate_memory(big, ParallelDims(shard=2))
-    down = fewest_devices(
-        big, ParallelDims(shard=2), fitting, fitting.peak, lambda m, _: m.peak <= fitting.peak
-    )
+    assert peaks[2] > limit
+    half = ParallelDims(shard=2)
+    fitting = estimate_memory(big, half)
+    down = fewest_devices(big, half, fitting, fitting.peak, lambda m, _: m.peak <= fitting.peak)
     assert (down.parallel_dims.shard, down.memory) == (2, fitting)
-    assert fewest_devices(big, ParallelDims(), memory, limit, lambda *_: False) is None
-    assert fewest_devices(big, ParallelDims(), memory, memory.state // 100, lambda *_: False) is None
+    for room in (limit, memory.state // 100):
+        assert fewest_devices(big, ParallelDims(), memory, room, lambda *_: False) is None
 
 
 @pytest.fixture(scope="module")
@@ -197,9 +173,8 @@ def test_the_time_of_a_step_follows_from_its_memory_and_traffic(mesh, counted):
     assert time.causes.bubble == pytest.approx(busy * (dims.pipeline - 1) / (micro_batches * dims.chunks))
     assert time.causes.update == pytest.approx(count.best.update.seconds * memory.state / count.state_bytes)
     assert time.causes.copies == pytest.approx(2 * (6e8 + micro_batches * 5e8) / cluster.host)
-    gather = 2**30 / min(
-        8 * cluster.between, cluster.inside
-    )  # each node sends on as much as each of its ranks
+    # each node sends on as much as each of its ranks
+    gather = 2**30 / min(8 * cluster.between, cluster.inside)
     reduce, stage = 2**28 / cluster.inside, 2**20 / cluster.between
     assert [v.seconds for v in time.volumes] == pytest.approx([gather, reduce, stage])
     assert [v.between for v in time.volumes] == [2**30 // 8, 0, 2**20]
@@ -275,10 +250,8 @@ def test_the_line_that_fits_is_printed_and_fits(narrowgauge):
     smallest = make_config({"model": model, "data": data, "training": least, "recipe": narrow})
     memory = estimate_memory(smallest)
     limit = Room(0, "", has_host=True, copies_saves=False).needed(memory, ALONE)
-    words = (
-        "--model gpt2-124m --model.layers 4 --model.vocab_size 256 --data.sequence_length 128 --recipe fp8 "
-    )
-    words += f"--training.batch_size 4 --training.micro_batch_size 4 --memory-limit {limit}B"
+    words = "--model gpt2-124m --model.layers 4 --model.vocab_size 256 --data.sequence_length 128 "
+    words += f"--recipe fp8 --training.batch_size 4 --training.micro_batch_size 4 --memory-limit {limit}B"
     shown = narrowgauge("plan", *words.split())
     assert "does not fit: " in shown.out, shown.err
     fitting = r"^it fits with these changes, .*:\n  (narrowgauge plan .*)$"

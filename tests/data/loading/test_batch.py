@@ -43,11 +43,10 @@ def test_an_epoch_meets_every_target_once_up_to_the_last_whole_window(tokens, se
 
 
 def test_validation_lies_evenly_and_takes_no_window_twice(tokens):
-    for _ in range(2):
-        batches = list(validation_batches(tokens, 2, 10, 2))
-        assert [x_BT[:, 0].tolist() for x_BT, _ in batches] == [[0, 20], [50, 70]]
-        assert all(torch.equal(y_BT, x_BT + 1) for x_BT, y_BT in batches)
-    for limit, sizes in ((None, [4, 4, 2]), (0, []), (1, [4]), (2, [4, 4]), (3, [4, 4, 2]), (99, [4, 4, 2])):
+    batches = list(validation_batches(tokens, 2, 10, 2))
+    assert [x_BT[:, 0].tolist() for x_BT, _ in batches] == [[0, 20], [50, 70]]
+    assert all(torch.equal(y_BT, x_BT + 1) for x_BT, y_BT in batches)
+    for limit, sizes in ((None, [4, 4, 2]), (0, []), (1, [4]), (99, [4, 4, 2])):
         batches = list(validation_batches(tokens, 4, 10, limit))
         assert [len(x_BT) for x_BT, _ in batches] == sizes
         starts = [start for x_BT, _ in batches for start in x_BT[:, 0].tolist()]
@@ -55,13 +54,10 @@ def test_validation_lies_evenly_and_takes_no_window_twice(tokens):
 
 
 def test_a_corpus_shorter_than_a_sequence_is_refused_with_the_numbers(tokens):
-    words = (
-        "the training part of the data holds 101 tokens, and a sequence of 101 needs 102; "
-        "provide more text or set data.sequence_length to 100 or less"
-    )
-    with pytest.raises(UserError, match=words):
+    words = "the {} part of the data holds 101 tokens, and a sequence of 101 needs 102; provide more text or"
+    with pytest.raises(UserError, match=words.format("training") + " set data.sequence_length to 100"):
         training_batch(tokens, 0, 0, 1, 101)
-    with pytest.raises(UserError, match="the held-out part of the data holds 101 tokens"):
+    with pytest.raises(UserError, match=words.format("held-out")):
         validation_batches(tokens, 1, 101, 1)  # at once, not when it is iterated
 
 
@@ -105,5 +101,3 @@ def test_a_mixture_draws_each_sample_from_its_stream(tokens):
     assert count_windows(mixture, 10) == 59
     held_out = torch.cat([batch.x_BT[:, 0] for batch in validation_batches(mixture, 4, 10)])
     assert held_out.tolist() == [*range(0, 100, 10), *range(1000, 1490, 10)]
-    with pytest.raises(UserError, match="the training part of the data holds 101 tokens"):
-        training_batch(mixture, 0, 0, 1, 200)

@@ -18,17 +18,6 @@ from narrowgauge.trainer.data import (
 )
 
 
-def test_text_is_prepared_and_a_prepared_corpus_is_opened(source, tmp_path):
-    corpus = prepare(source, "bpe-300", tmp_path / "out")
-    text, prepared = open_data(source, "bpe-300"), open_data(str(tmp_path / "out"))
-    for data in (text, prepared, open_data(str(tmp_path / "out"), "bpe-300")):
-        assert data.digest == corpus.digest
-        assert np.array_equal(data.train.streams[0][:], corpus.train[:])
-        assert np.array_equal(data.val.streams[0][:], corpus.val[:])
-        assert data.train.streams[0].boundaries == (0,)
-        assert data.tokenizer.digest == corpus.tokenizer.digest
-
-
 def test_tokenizers_that_differ_are_refused_by_name(source, tmp_path):
     out, same, other = (str(tmp_path / name) for name in ("out", "same.json", "other.json"))
     prepare(source, "bpe-300", tmp_path / "out")
@@ -67,8 +56,6 @@ def test_several_sources_have_weights_and_one_tokenizer(source, tmp_path):
     first.tokenizer.save(tokens / "tokenizer.json")
     write(more / "extra.txt", "quizzically muddled hyphenation\n\n" * 1000)
     names, tokenizer = f"{source},{tokens}", str(tokens / "tokenizer.json")
-    with pytest.raises(UserError, match="tokenizer 'bpe-300' would be trained on text"):
-        open_data(names, "bpe-300")
     data, by_size = open_data(names, tokenizer, (0.75, 0.25)), open_data(names, tokenizer)
     assert data.train.shares == (49152, 16384)
     assert by_size.train.shares == shares_of([len(stream) for stream in by_size.train.streams])

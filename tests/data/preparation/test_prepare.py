@@ -1,14 +1,13 @@
 """Preparation: the same bytes always, whole or not at all, and nothing foreign or damaged is used."""
 
 import os
-import resource
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from data.reading import contents, documents_in, pairs, texts, write
+from data.reading import contents, documents_in, full_disk, names, texts, write
 from narrowgauge.system.errors import UserError
 from narrowgauge.trainer.data import Options, prepare, train_bpe
 from narrowgauge.trainer.data.preparation.document_filter import SeenTexts
@@ -46,6 +45,9 @@ def test_the_tokenizer_learns_nothing_from_held_out_documents(source):
 
 def test_there_is_a_document_on_each_side(tmp_path):
     write(tmp_path / "few" / "0.txt", "text 0")
+    words = "is a single document, not long enough for pieces of 4,096 characters, and a corpus needs two"
+    with pytest.raises(UserError, match=words):
+        prepare(str(tmp_path / "few" / "0.txt"), "bytes")
     for count in range(2, 12):
         write(tmp_path / "few" / f"{count}.txt", f"text {count}")
         facts = prepare(str(tmp_path / "few"), "bytes").manifest
@@ -103,13 +105,6 @@ def test_where_a_corpus_may_go(source, tmp_path):
     assert contents(tmp_path / "home") == {"letter": b"dear"}
 
 
-def test_one_document_is_refused_in_a_sentence(tmp_path):
-    path = write(tmp_path / "short.txt", "only this")
-    words = "is a single document, not long enough for pieces of 4,096 characters, and a corpus needs two"
-    with pytest.raises(UserError, match=words):
-        prepare(str(path), "bytes")
-
-
 def test_a_source_that_changes_while_it_is_read_is_refused(source, cache):
     def meddle(stage, done, total, facts):
         if stage == "learn":
@@ -122,10 +117,10 @@ def test_a_source_that_changes_while_it_is_read_is_refused(source, cache):
 
 @pytest.mark.tier("thorough")
 def test_the_standard_library_is_in_order_without_its_tests():
-    names = [name for name, _ in pairs("stdlib")]
-    assert names == sorted(names)
-    assert {"argparse.py", "json/decoder.py"} < set(names)
-    assert not [name for name in names if {"test", "site-packages", "idlelib"} & set(name.split("/"))]
+    found = names("stdlib")
+    assert found == sorted(found)
+    assert {"argparse.py", "json/decoder.py"} < set(found)
+    assert not [name for name in found if {"test", "site-packages", "idlelib"} & set(name.split("/"))]
 
 
 def test_a_prepared_corpus_is_a_source_with_its_own_tokenizer_and_options(tmp_path):
@@ -150,12 +145,7 @@ def test_a_prepared_corpus_is_a_source_with_its_own_tokenizer_and_options(tmp_pa
 def test_a_full_disk_under_the_digests_of_duplicates_is_an_error_of_the_system(tmp_path, monkeypatch):
     """sqlite has separate errors, and one of them was a traceback."""
     monkeypatch.setattr("narrowgauge.trainer.data.preparation.document_filter._CACHE_KIB", 64)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 18, before[1]))  # as if the disk ended there
     digests = (number.to_bytes(16, "big") for number in range(1 << 17))
     says = "cannot store the digests for --dedup: "
-    try:
-        with SeenTexts(tmp_path / "seen") as seen, pytest.raises(OSError, match=says):
-            list(map(seen.add, digests))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with full_disk(1 << 18), SeenTexts(tmp_path / "seen") as seen, pytest.raises(OSError, match=says):
+        list(map(seen.add, digests))

@@ -1,14 +1,13 @@
 """Killed, crowded, out of room: what is published is whole, and nothing else is left."""
 
 import os
-import resource
 import shutil
 import signal
 import time
 
 import pytest
 
-from data.reading import contents
+from data.reading import contents, full_disk
 from narrowgauge.system.errors import UserError
 from narrowgauge.trainer.data import open_corpus, prepare
 from support.fault_jobs import alive, descendants
@@ -87,12 +86,8 @@ def test_two_at_once_both_end_well(source, tmp_path, child):
 
 
 def test_a_full_disk_is_refused_and_leaves_nothing(source, cache):
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
-    try:
-        with pytest.raises(UserError, match=r"cannot write the corpus to .*: File too large; name a dir"):
-            prepare(source, "bytes")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    says = r"cannot write the corpus to .*: File too large; name a dir"
+    with full_disk(50_000), pytest.raises(UserError, match=says):
+        prepare(source, "bytes")
     assert os.listdir(cache) == []
     assert prepare(source, "bytes").manifest.train_documents > 0

@@ -51,24 +51,23 @@ def test_records_have_a_chosen_key_and_skip_blank_lines_marks_and_blank_texts(tm
     assert texts(written(tmp_path / "a.jsonl", data), "body") == ["a", "b"]
 
 
-BAD = {
-    "a cut line": (b'{"text": "b', "is not JSON: Unterminated string"),
-    "another value": (b"[1, 2]", "holds a list where an object belongs"),
-    "no text": (b'{"id": 1, "body": "b"}', "has no 'text'; it has id, body; name its key or column with"),
-    "a number": (b'{"text": 7}', "has a int where a text belongs"),
-    "not UTF-8": (b'{"text": "caf\xe9"}', "is not UTF-8: byte 13 of the line is 0xe9"),
-    "a NUL": (b'{"text": "a\x00b"}', "holds a NUL byte (byte 11 of the line)"),
-    "a NUL in disguise": (b'{"text": "a\\u0000b"}', "holds a NUL byte (character 1), so it is not text"),
-    "half a pair": (b'{"text": "a\\ud800b"}', "holds half a surrogate pair (U+D800 at character 1)"),
-    "depth": (b"[" * 100_000, "is not JSON"),
-    "text and more": (b'{"text": "a"} {"text": "b"}', "is not JSON: Extra data"),
-}
+BAD = [
+    (b'{"text": "b', "is not JSON: Unterminated string"),
+    (b"[1, 2]", "holds a list where an object belongs"),
+    (b'{"id": 1, "body": "b"}', "has no 'text'; it has id, body; name its key or column with"),
+    (b'{"text": 7}', "has a int where a text belongs"),
+    (b'{"text": "caf\xe9"}', "is not UTF-8: byte 13 of the line is 0xe9"),
+    (b'{"text": "a\x00b"}', "holds a NUL byte (byte 11 of the line)"),
+    (b'{"text": "a\\u0000b"}', "holds a NUL byte (character 1), so it is not text"),
+    (b'{"text": "a\\ud800b"}', "holds half a surrogate pair (U+D800 at character 1)"),
+    (b"[" * 100_000, "is not JSON"),
+    (b'{"text": "a"} {"text": "b"}', "is not JSON: Extra data"),
+]
 
 
 @case("F1", tier="quick")
-@pytest.mark.parametrize("case", BAD)
-def test_a_bad_line_is_named_and_set_aside_alone(tmp_path, case):
-    line, says = BAD[case]
+@pytest.mark.parametrize(("line", "says"), BAD)
+def test_a_bad_line_is_named_and_set_aside_alone(tmp_path, line, says):
     path = written(tmp_path / "a.jsonl", LINES + line + b"\n" + LINES)
     said = refusal(path)
     assert f"{path}:6 {says}" in said
@@ -103,15 +102,12 @@ def test_what_is_packed_and_damaged_is_refused_after_what_it_holds(tmp_path, suf
     whole = PACK[suffix](lines)
     middle, ends = len(whole) // 2, "ends before its compressed data does"
     flipped = whole[:middle] + bytes([whole[middle] ^ 0x10, whole[middle + 1] ^ 1]) + whole[middle + 2 :]
-    for name, data, says in (
-        *(("cut", whole[:-10], ends), ("empty", b"", "is empty"), ("half", whole[:middle], ends)),
-        ("flipped", flipped, "is "),
-    ):
+    damaged = [("cut", whole[:-10], ends), ("empty", b"", "is empty"), ("flipped", flipped, "is ")]
+    for name, data, says in damaged:
         said = refusal(path := written(tmp_path / f"{name}.{suffix}", data))
         assert str(path) in said
         assert says in said
-    path = written(tmp_path / f"second.{suffix}", whole + whole[:middle])
-    options = Options(tolerance=0.2)
+    path, options = written(tmp_path / f"second.{suffix}", whole + whole[:middle]), Options(tolerance=0.2)
     assert prepare(str(path), "bytes", tmp_path / "out", options=options).manifest.rejected == 1
 
 

@@ -57,21 +57,11 @@ def test_prose():
     assert prose("a\x010\x01 ({{t}}\x00) b") == "a0 b", "characters of our own cannot be smuggled in"
 
 
-# Where both drop the same things, the words are the same.
-SIMPLE = [
-    "The '''Iron Age''' is an [[epoch]] of [[prehistory|human ''prehistory'']].",
-    "It was {{circa|1200 BC}} that [[iron]] came.<!-- to where? -->",
-    "== Uses ==\nTools, [http://a.b nails] and H<sub>2</sub>O &amp; more.",
-    "* one\n* two [[three]]\n\nA new paragraph, <span>spanned</span>.",
-    "A <nowiki>[[literal]]</nowiki> and {{one|{{two|{{three}}}}}} nested.",
-    "''Italics'' and '''''both''''', it's the dog's.",
-    "a [[b]] [[c|d]] {{e|f=[[g]]}} h <math>x</math> i",
-]
-
-
 def test_the_words_are_those_of_mwparserfromhell():
-    for text in SIMPLE:
-        assert prose(text).split() == mwparserfromhell.parse(text).strip_code().split()
+    """Where both drop the same things."""
+    text = "The '''Iron Age''' is an [[epoch]] of [[prehistory|human ''prehistory'']].<!-- to where? -->\n"
+    text += "== Uses ==\nTools, [http://a.b nails], O<sub>2</sub> &amp; {{a|{{b}}}} <nowiki>[[a]]</nowiki>"
+    assert prose(text).split() == mwparserfromhell.parse(text).strip_code().split()
 
 
 #: What is repeated, and what is repeated behind it.

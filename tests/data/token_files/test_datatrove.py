@@ -12,7 +12,6 @@ from pyarrow import parquet
 
 from narrowgauge.system.errors import UserError
 from narrowgauge.trainer.data import load_tokenizer, open_data, prepare, train_bpe
-from narrowgauge.trainer.data.token_files.detect import open_tokens
 from support.fault_table import case
 from support.markdown import titled
 
@@ -75,27 +74,25 @@ def test_another_tokenizer_is_refused_and_one_that_is_not_here_is_asked_for(here
         open_data("*.ds", "moved.json")
 
 
-BAD = {
-    "no index": (lambda: Path("x.ds.index").unlink(), "there is no .* next to it.*save_index=True"),
-    "no metadata": (lambda: Path("x.ds.metadata").unlink(), "save_final_metadata=True"),
-    "a mask": (lambda: Path("x.ds.loss").write_bytes(bytes(9)), "masks targets, which is not read"),
-    "cut": (lambda: np.array(IDS[:-1], "<u2").tofile("x.ds"), "holds 8 ids, its index ends at 9"),
-    "index cut": (lambda: Path("x.ds.index").write_bytes(bytes(9)), "it has 9 bytes, and each end"),
-    "index backwards": (lambda: write("x.ds", ends=(9, 4, 9)), "do not end one after the other"),
-    "count": (lambda: write("x.ds", count=12), "its metadata says 12"),
-}
+BAD = [
+    (lambda: Path("x.ds.index").unlink(), "there is no .* next to it.*save_index=True"),
+    (lambda: Path("x.ds.metadata").unlink(), "save_final_metadata=True"),
+    (lambda: np.array(IDS[:-1], "<u2").tofile("x.ds"), "holds 8 ids, its index ends at 9"),
+    (lambda: Path("x.ds.index").write_bytes(bytes(9)), "it has 9 bytes, and each end"),
+    (lambda: write("x.ds", ends=(9, 4, 9)), "do not end one after the other"),
+    (lambda: write("x.ds", count=12), "its metadata says 12"),
+    (lambda: Path("x.ds.loss").write_bytes(bytes(9)), "masks targets, which is not read"),
+]
 
 
 @case("F2", tier="quick")
-@pytest.mark.parametrize("what", BAD)
-def test_a_damaged_file_is_refused(here, what):
+def test_a_damaged_file_is_refused(here):
     """A .ds was bare uint16, and its index was not read."""
-    change, words = BAD[what]
-    write("x.ds")
-    assert open_tokens(Path("x.ds")).layout == "datatrove with tokenizer tok.json"
-    change()
-    with pytest.raises(UserError, match=rf"x\.ds.* cannot be read as tokens: .*{words}"):
-        open_data("x.ds")
+    for change, words in BAD:
+        write("x.ds")
+        change()
+        with pytest.raises(UserError, match=rf"x\.ds.* cannot be read as tokens: .*{words}"):
+            open_data("x.ds")
 
 
 @pytest.mark.tier("thorough")  # starts datatrove

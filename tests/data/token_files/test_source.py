@@ -12,6 +12,7 @@ from narrowgauge.system.errors import UserError
 from narrowgauge.trainer.data import ids_tokenizer, open_data, write_megatron, write_token_file
 from narrowgauge.trainer.data.token_files.source import token_files
 from support.fault_table import case
+from support.hostile import Bomb
 
 END = 50256
 
@@ -183,14 +184,11 @@ def test_mixed_and_useless_sources_are_refused():
 
 @case("C5", tier="quick")
 def test_a_pickle_is_never_opened(tmp_path):
-    class Bomb:
-        def __reduce__(self):
-            return os.mkdir, (str(tmp_path / "exploded"),)
-
-    np.save("objects.npy", np.array([Bomb()], object), allow_pickle=True)
-    for name in ("train.bin", "train.txt", "meta.pkl", "objects.npy"):
+    bomb = Bomb(tmp_path / "exploded")
+    np.save("objects.npy", np.array([bomb], object), allow_pickle=True)
+    for name in ("objects.npy", "train.bin", "train.txt", "meta.pkl"):
         if name != "objects.npy":
-            Path(name).write_bytes(pickle.dumps(Bomb()))
+            Path(name).write_bytes(pickle.dumps(bomb))
         with pytest.raises(UserError):
             open_data(name)
     assert not (tmp_path / "exploded").exists()

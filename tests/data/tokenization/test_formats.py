@@ -32,9 +32,10 @@ def write_gpt2(folder, names=("vocab.json", "merges.txt")):
     return folder
 
 
-@pytest.mark.parametrize(
-    "names", ["vocab.json merges.txt", "gpt2-vocab.json gpt2-merges.txt", "encoder.json vocab.bpe"]
-)
+PAIRS = ["vocab.json merges.txt", "gpt2-vocab.json gpt2-merges.txt", "encoder.json vocab.bpe"]
+
+
+@pytest.mark.parametrize("names", PAIRS)
 def test_gpt2_is_read_from_either_of_its_files_or_their_folder(tmp_path, names):
     folder = write_gpt2(tmp_path / "gpt2", names.split())
     places = [folder / name for name in names.split()] + ([] if "gpt2-" in names else [folder])

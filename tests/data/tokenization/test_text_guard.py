@@ -61,9 +61,10 @@ def learnt(cutter):
     return library.model
 
 
-@pytest.mark.parametrize(
-    "cutter", [pre_tokenizers.ByteLevel(add_prefix_space=False), pre_tokenizers.Whitespace()], ids=repr
-)
+CUTTERS = [pre_tokenizers.ByteLevel(add_prefix_space=False), pre_tokenizers.Whitespace()]
+
+
+@pytest.mark.parametrize("cutter", CUTTERS, ids=repr)
 def test_a_character_that_would_be_left_out_is_refused(tmp_path, cutter):
     tokenizer = loaded(tmp_path, learnt(cutter), cutter)
     assert tokenizer.encode("the fox")

@@ -11,7 +11,6 @@ from tokenizers import Tokenizer as Library
 from narrowgauge.system.errors import UserError
 from narrowgauge.trainer.data import bytes_tokenizer, load_tokenizer, train_bpe
 from narrowgauge.trainer.data.tokenization.names import make_tokenizer, tokenizer_identity
-from narrowgauge.trainer.data.tokenization.tokenizer import parallel_tokenizing
 from support.llama2 import KINDS, write_llama2
 
 TEXTS = [
@@ -39,13 +38,6 @@ def test_any_text_comes_back_exactly_and_never_ends_a_document(tokenizer, text, 
     assert tokenizer.decode_after(tokenizer.encode(prompt), ids) == text
 
 
-@each_tokenizer
-@settings(max_examples=50)
-@given(ids=st.lists(st.integers(-(2**70), 2**70) | st.integers(0, 300)))
-def test_decode_never_raises(tokenizer, ids):
-    assert isinstance(tokenizer.decode(ids), str)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_blank_after_a_prompt_is_kept(tmp_path, kind):
     tokenizer = write_llama2(tmp_path / "tokenizer.json", kind)
@@ -63,9 +55,6 @@ def test_bytes_are_the_bytes_of_utf8():
     assert (tokenizer.vocab_size, tokenizer.end_of_document) == (257, 256)
     assert tokenizer.encode("h\u00e9\x00") == [0x68, 0xC3, 0xA9, 0]
     assert tokenizer.decode([0x68, 0xFF, 0x69, 256, 400]) == "h\ufffdi<|endoftext|>"
-    # The same ids by the library that wrote its file, without the short cut for bytes.
-    every = bytes(range(256)).decode("latin-1")
-    assert tokenizer.library.encode(every).ids == list(every.encode())
 
 
 def test_bpe_learns_pairs_and_stops_where_the_text_has_no_more():
@@ -89,17 +78,6 @@ def test_a_saved_tokenizer_is_the_same_tokenizer(tokenizer, tmp_path):
     assert os.listdir(tmp_path) == ["tokenizer.json"]
 
 
-def test_the_variable_for_parallelism_is_as_the_user_set_it_or_safe(monkeypatch):
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "1")
-    with parallel_tokenizing():
-        assert os.environ["TOKENIZERS_PARALLELISM"] == "1"
-    assert os.environ["TOKENIZERS_PARALLELISM"] == "1"
-    monkeypatch.delenv("TOKENIZERS_PARALLELISM")
-    with parallel_tokenizing():
-        assert os.environ["TOKENIZERS_PARALLELISM"] == "true"
-    assert os.environ["TOKENIZERS_PARALLELISM"] == "false"
-
-
 def foreign(end, special=True):
     library = Library(models.BPE())
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -110,10 +88,7 @@ def foreign(end, special=True):
     return library
 
 
-ENDS = {"<|endoftext|>": False, "</s>": True, "[EOS]": False}
-
-
-@pytest.mark.parametrize(("end", "special"), ENDS.items())
+@pytest.mark.parametrize(("end", "special"), [("<|endoftext|>", False), ("</s>", True), ("[EOS]", False)])
 def test_a_tokenizer_from_elsewhere_is_read_without_its_traps(tmp_path, end, special):
     library = foreign(end, special)
     library.enable_truncation(3)
@@ -145,7 +120,6 @@ def test_every_refusal_says_what_to_do(tmp_path):
 def test_names_choose_tokenizers(tmp_path):
     learnt = train_bpe(TEXTS, 300)
     learnt.save(tmp_path / "tokenizer.json")
-    assert make_tokenizer("bytes", TEXTS).is_bytes
     assert make_tokenizer("bpe-260", TEXTS).vocab_size == 260
     assert make_tokenizer(str(tmp_path), []).to_json() == learnt.to_json()
     before = tokenizer_identity(str(tmp_path))
