@@ -138,6 +138,11 @@ KEYS = [
     ("training.micro_batch_size", 3, "batch_size = 2", "micro_batch_size = 3"),
     ("training.batch_size", 10**30, "training.batch_size", "less than"),
     pytest.param(("training.memory_limit", "10KB", "limit is 10KB"), marks=pytest.mark.tier("thorough")),
+    (
+        "training.graph",
+        "on",
+        "training.graph = true, but graphs are recorded on a GPU, and this run is on a CPU",
+    ),
     ("optimizer.lr", "nan", "optimizer.lr = 'nan'", "finite"),
     ("optimizer.betas", "0.9", "optimizer.betas = '0.9'", "0.9,0.95"),
     ("parallel.tensor", 2, "tensor 2", "torchrun --standalone --nproc-per-node 2 -m narrowgauge train"),

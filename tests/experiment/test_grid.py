@@ -43,7 +43,6 @@ SEEDS = ("x", "1,x", "", "0", "-1")
     ("make", "words"),
     [
         (lambda: names("bf16"), "'bf16' is one run, and a comparison needs at least two"),
-        (lambda: names("bf16,fp8,bf16"), "two runs would be called 'bf16'"),
         (lambda: names("a/x.toml,bf16"), "x.toml"),
         (lambda: names("bf16", 2, {"optimizer": {"rl": 1}}), "optimizer.lr"),
         (lambda: names("bf16", 2, {"optimizer": {"lr": "x"}}), "optimizer.lr = 'x'"),

@@ -16,7 +16,6 @@ from narrowgauge.trainer.report.verdict.verdict import Row, extra_tokens, read_r
 from publish.contrasts import ratio_interval
 from publish.page import results_markdown
 from publish.predictions import outcome, read_predictions
-from publish.tables import probe_table
 
 HEAD = "| arm | against | loss | rung | predicted gap | why |\n| - | - | - | - | - | - |\n"
 
@@ -122,20 +121,6 @@ def test_predictions_are_held_wrong_open_or_not_run():
     assert [outcome(one, rows)[1] for one in predictions] == ["held", "wrong", "open", "not run", "held"]
     with pytest.raises(Exception, match="no prediction"):
         predicted("mxfp4 | bf16 | own | 2 | about 2")
-
-
-def test_the_probe_is_compared_with_the_gaps_by_rank():
-    results = row_verdicts(rows_of({"a": (0.1, 0.1), "b": (0.5, 0.5), "c": (2.0, 2.0), "unprobed": (9, 9)}))
-    figures = {"a": (0.02, 9.0), "b": (0.01, 5.0), "c": (0.03, 2.0), "not trained": (0.0, 99.0)}
-    probed = {
-        arm: {"loss_increase": {"mean": loss}, "effective_bits": {"mean": bits}, "noise_ratio": None}
-        for arm, (loss, bits) in figures.items()
-    }
-    head, lines = probe_table(Probe(recipes=probed), results)
-    last = dict(zip(head, lines[-1], strict=True))
-    assert last["arm"] == "Spearman with the gaps at rung 2 (arms)"
-    assert (last["loss increase"], last["effective bits"]) == ("+0.50 (3)", "-1.00 (3)")
-    assert last["gradient / noise"] == "-"
 
 
 def test_the_reference_of_a_ladder_at_work_is_that_of_its_plan():

@@ -69,14 +69,6 @@ def test_a_no_follows_from_all_recipes_of_narrower_state_and_names_what_fits(tmp
     assert re.search(r"the least is .*, bf16 with .*; it fits with .*--data.sequence_length 128", tight)
 
 
-def plans(line, capsys):
-    """A line of `plan` in this process ends with 0, and the step fits."""
-    words = shlex.split(line)
-    assert words[0] == "narrowgauge"
-    assert main(words[1:]) == 0
-    assert any(text.startswith("fits: ") for text in capsys.readouterr().out.splitlines())
-
-
 def advised(**arguments):
     found = ng.advise(**arguments)
     assert found.refused is None, found.refused
@@ -92,7 +84,8 @@ def test_the_first_answer_has_every_part_and_its_line_plans(capsys, tmp_path):
     assert {"line", "recipe", "memory_gib", "days", "cost", "gap_percent", "why"} <= row.keys()
     assert "no training of debug is published" in found.notes[0]
     assert first.line in str(found)
-    plans(first.plan_line, capsys)
+    assert main(shlex.split(first.plan_line)[1:]) == 0
+    assert any(text.startswith("fits: ") for text in capsys.readouterr().out.splitlines())
     words = shlex.split(first.line)
     training = make_config(config_values(read_line(words[words.index("train") :]))).training
     assert training.steps * training.batch_size * 256 == first.tokens >= 10**7

@@ -78,16 +78,6 @@ def test_a_comparison_judges_shipped_recipes_and_functions_that_were_trained_her
     the_same_in_every_form(result, tmp_path)
 
 
-@pytest.mark.tier("thorough")  # the test above, with a format in place of a function
-def test_a_run_of_a_comparison_has_the_digits_of_one_that_is_trained_here(tiny, tmp_path):
-    ng.register_format(ng.Format("e3m4", 3, 4, 3, ng.Specials.IEEE))
-    ours = {"name": "ours", "fprop": {"element": "e3m4", "block": 32, "scale": "e8m0"}}
-    there = ng.compare(["bf16", ours], out=tmp_path / "there", quiet=True, **tiny)
-    assert (tmp_path / "there" / "ours.log").is_file()
-    here = ng.train(ours, tmp_path / "here", quiet=True, **tiny)
-    assert here.losses == [step.loss for step in there.runs[1].steps]
-
-
 @pytest.mark.tier("thorough")
 def test_probes_sensitivities_and_searches_answer(run, tmp_path):
     probes = ng.probe(run, ["bf16", {"fprop": "mxfp4"}], draws=2, batches=2)

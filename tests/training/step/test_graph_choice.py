@@ -5,7 +5,6 @@ import torch
 
 from narrowgauge.system import files
 from narrowgauge.system.errors import UserError
-from narrowgauge.trainer.cli.main import main
 from narrowgauge.trainer.training import make_config
 from narrowgauge.trainer.training.config.diff import config_diff
 from narrowgauge.trainer.training.step.graph_choice import is_verified, note_verified
@@ -30,20 +29,8 @@ def test_words_for_it_and_that_it_changes_no_digit():
     with pytest.raises(UserError, match=r"training\.graph = 'yess': input should be true, false or auto"):
         config_of("yess")
     assert config_diff(config_of("auto"), config_of(False)) == {}
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="checks the message of a machine without a GPU")
-def test_on_a_cpu_it_is_refused_in_one_sentence_and_the_other_words_say_nothing(tmp_path, capsys):
-    sentence = "training.graph = true, but graphs are recorded on a GPU, and this run is on a CPU"
-    words = ["train", "--training.graph", "on", "--device", "cpu", "--out", str(tmp_path / "r")]
-    assert main(words) == 2
-    said = capsys.readouterr()
-    assert said.err.count("\n") == 1
-    assert sentence in said.err
-    assert not (tmp_path / "r").exists()
     for graph in ("auto", False):
         assert Trainer.begin(config_of(graph), CPU).engine.graphs is None
-    assert capsys.readouterr().err == ""
 
 
 def test_what_verify_found_holds_for_these_versions_and_sources(tmp_path, monkeypatch):
