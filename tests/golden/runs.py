@@ -12,8 +12,7 @@ from typing import Any
 from safetensors import deserialize
 
 import narrowgauge as ng
-from support.fault_jobs import free_port
-from support.processes import RANKS, Ask, server
+from support.processes import RANKS, Ask, launched, server
 from support.runs import WORDS, Values, with_keys
 
 HERE = Path(__file__).parent
@@ -66,10 +65,7 @@ class Worker:
 
     def __call__(self, *calls: Mapping[str, Any], world: int = 1, products: str = "fp32") -> list[Any]:
         """What the first rank of a world returned of each call; a failure of any rank is shown."""
-        of_all = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "localhost"}
-        of_all["MASTER_PORT"] = str(free_port())
-        places = [{"RANK": str(rank), "LOCAL_RANK": str(rank), **of_all} for rank in range(world)]
-        how = {"environments": places if world > 1 else [{}], "meets": False}
+        how = {"environments": launched(world) if world > 1 else [{}], "meets": False}
         what = {"products": products, "calls": calls}
         answers = self.ask({"do": "golden.worker.make", "with": what, **how})
         errors = [f"rank {i}: {a['trace']}" for i, a in enumerate(answers) if "trace" in a]

@@ -1,18 +1,11 @@
-"""Processes under torchrun, in which an integration runs in its own trainer."""
+"""What an integration needs: its package, and processes in which it runs in its own trainer."""
 
-import json
-import os
-import subprocess
-import sys
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from support.processes import TORCHRUN
-
-SOURCE = Path(__file__).parents[2] / "src"
+from support.processes import RANKS, launched
 
 
 @pytest.fixture(scope="session")
@@ -31,16 +24,16 @@ def pl():
 
 
 @pytest.fixture
-def torchrun(tmp_path):
-    """`torchrun(2, "jobs_x.name", key=value)`: what the job returned on each rank; its words on failure."""
+def ranks(narrowgauge, tmp_path):
+    """`ranks(2, "jobs_x.name", key=value)`: what the job returned on each rank; failures are shown."""
 
     def run(world: int, job: str, **arguments: Any) -> list[Any]:
-        words = [TORCHRUN, "--standalone", "--nproc-per-node", world, Path(__file__).with_name("rank.py")]
-        words += [tmp_path, job, json.dumps(arguments)]
-        how = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}}
-        command = [sys.executable, *map(str, words)]
-        done = subprocess.run(command, **how, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-        return [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(world)]
+        how = {"environments": launched(world), "meets": False}
+        how |= {"folder": str(tmp_path), "warnings": "ignore"}  # of others' packages
+        with narrowgauge.serve(RANKS) as ask:
+            answers = ask({"do": f"integrations.{job}", "with": arguments, **how})
+        errors = [f"rank {i}: {a['trace']}" for i, a in enumerate(answers) if "trace" in a]
+        assert not errors, "\n".join(errors)
+        return [a["result"] for a in answers]
 
     return run

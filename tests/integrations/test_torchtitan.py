@@ -18,9 +18,9 @@ def is_on_page(sentence):
 
 # a trainer with its own processes; distributed/ and the other integrations show its parts
 @pytest.mark.tier("thorough")
-def test_one_process(torchrun, tmp_path):
+def test_one_process(ranks, tmp_path):
     """All in one process, since it takes ten seconds to import torchtitan."""
-    (found,) = torchrun(1, "jobs_torchtitan.one_process", folder=str(tmp_path / "out"))
+    (found,) = ranks(1, "jobs_torchtitan.one_process", folder=str(tmp_path / "out"))
     assert found["fp32"] == found["stock"]
     for mine, alone in found["own loops"].values():
         assert close(mine, alone)
@@ -35,6 +35,6 @@ def test_one_process(torchrun, tmp_path):
 
 # a trainer with its own processes; distributed/ and the other integrations show its parts
 @pytest.mark.tier("thorough")
-def test_the_program_of_the_page(torchrun):
-    (losses,) = torchrun(1, "jobs_torchtitan.page", program=PROGRAMS["torchtitan"])
+def test_the_program_of_the_page(ranks):
+    (losses,) = ranks(1, "jobs_torchtitan.page", program=PROGRAMS["torchtitan"])
     assert losses[-1] < 0.9 * losses[0]

@@ -1,4 +1,4 @@
-"""The integrations under torchrun: two processes, gloo, DDP as the trainers make it."""
+"""The integrations on two processes, gloo, DDP as the trainers make it."""
 
 import pytest
 
@@ -9,11 +9,11 @@ PACKAGES = {"trainer": ("transformers", "accelerate"), "lightning": ("lightning"
 @pytest.mark.tier("thorough", nightly=("trainer-nvfp4", "lightning-msamp-o3"))
 @pytest.mark.parametrize("recipe", ["fp8-delayed", "nvfp4", "msamp-o3"])
 @pytest.mark.parametrize("job", PACKAGES)
-def test_replicas_stay_equal_and_resume_to_the_last_digit(torchrun, tmp_path, job, recipe):
+def test_replicas_stay_equal_and_resume_to_the_last_digit(ranks, tmp_path, job, recipe):
     """Accumulation, clipping and DDP; from the trainer's own checkpoint."""
     for package in PACKAGES[job]:
         pytest.importorskip(package, reason=f"{package} is not installed")
-    found = torchrun(2, f"jobs_trainers.{job}", recipe=recipe, folder=str(tmp_path / "out"))
+    found = ranks(2, f"jobs_trainers.{job}", recipe=recipe, folder=str(tmp_path / "out"))
     for each in found:
         assert each["same"]
         assert each["again"] == each["losses"]

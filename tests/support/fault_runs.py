@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from narrowgauge.trainer.checkpoint import load, steps
-from support.fault_jobs import Job, JobEnded, free_port
-from support.processes import TORCHRUN
+from support.fault_jobs import Job, JobEnded
+from support.processes import TORCHRUN, launched
 
 INJECT = Path(__file__).parents[1] / "faults" / "inject.py"
 SHUTDOWN_S = 3  # how long torchrun waits for workers that it has asked to stop
@@ -63,13 +63,9 @@ class Runs:
         """Start it on n ranks, with `inject.py`'s faults; `more` is that of the command's fixture."""
         if faults:
             more |= {"script": INJECT, "FAULTS": json.dumps(list(faults))}
-        world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
-        processes = []
-        for rank in range(ranks):
-            own = world | {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
-            environ = own if ranks > 1 else {}
-            processes.append(self.narrowgauge.start(*words, "--out", out, **{**environ, **more}))
-        self._jobs.append(Job(processes))
+        environments = launched(ranks) if ranks > 1 else [{}]
+        start = self.narrowgauge.start
+        self._jobs.append(Job([start(*words, "--out", out, **{**own, **more}) for own in environments]))
         return self._jobs[-1]
 
     def torchrun(self, words: list[str], out: Path, ranks: int) -> Job:

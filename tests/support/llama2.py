@@ -1,14 +1,12 @@
-"""Tokenizers in the manner of Llama 2: a mark stands for each blank, and one begins every text.
+"""A tokenizer in the manner of Llama 2: a mark stands for each blank, and one begins every text.
 
-Decoders take the blank of the first mark away. Files of different years do so in different words: `Strip`
-after `Prepend`, or `Metaspace` for both.
+Its decoder takes the blank of the first mark away.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 
 from tokenizers import Tokenizer as Library
-from tokenizers import decoders, models, normalizers, pre_tokenizers
+from tokenizers import decoders, models, normalizers
 from tokenizers.processors import TemplateProcessing
 
 from narrowgauge.trainer.data.tokenization.tokenizer import Tokenizer, load_tokenizer
@@ -17,34 +15,15 @@ MARK = "\u2581"
 _MERGES = [(MARK, "s"), ("t", "r"), (MARK, "tr"), ("a", "m"), (MARK, MARK), (MARK, "c")]
 
 
-def _library() -> Library:
+def write_llama2(path: Path) -> Tokenizer:
+    """Write a tokenizer.json at `path`, and open it."""
     words = ["<unk>", "<s>", "</s>", MARK, *"abcdefghijklmnopqrstuvwxyz,.", *(a + b for a, b in _MERGES)]
     vocabulary = {word: i for i, word in enumerate(words)}
     library = Library(models.BPE(vocab=vocabulary, merges=_MERGES, unk_token="<unk>", fuse_unk=True))
     library.add_special_tokens(["<unk>", "<s>", "</s>"])
     library.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    return library
-
-
-def with_strip() -> Library:
-    library = _library()
     library.normalizer = normalizers.Sequence([normalizers.Prepend(MARK), normalizers.Replace(" ", MARK)])
     parts = [decoders.Replace(MARK, " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     library.decoder = decoders.Sequence(parts)
-    return library
-
-
-def with_metaspace() -> Library:
-    library = _library()
-    library.pre_tokenizer = pre_tokenizers.Metaspace(MARK, prepend_scheme="first", split=False)
-    library.decoder = decoders.Metaspace(MARK, prepend_scheme="first", split=False)
-    return library
-
-
-KINDS: dict[str, Callable[[], Library]] = {"strip": with_strip, "metaspace": with_metaspace}
-
-
-def write_llama2(path: Path, kind: str = "strip") -> Tokenizer:
-    """Write a tokenizer.json at `path`, and open it."""
-    KINDS[kind]().save(str(path))
+    library.save(str(path))
     return load_tokenizer(path)

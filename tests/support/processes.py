@@ -15,10 +15,17 @@ from typing import Any, TextIO
 
 import torch
 
-from support.fault_jobs import alive
+from support.fault_jobs import alive, free_port
 
 TORCHRUN = Path(torch.distributed.__file__).with_name("run.py")  # a script, as the command `torchrun` is
 RANKS = Path(__file__).with_name("rank_server.py")
+
+
+def launched(ranks: int) -> list[dict[str, str]]:
+    """The variables by which a launcher tells each of some processes on this machine where they meet."""
+    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
+    world["LOCAL_WORLD_SIZE"] = str(ranks)
+    return [world | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
 
 
 Ask = Callable[[Mapping[str, Any]], Any]

@@ -1,10 +1,11 @@
 """Real ranks: reads one JSON job a line, forks a process for each rank, and answers how each ended.
 
-    {"do": "module.function", "with": {...}, "environments": [{...}, ...], "meets": true}
+    {"do": "module.function", "with": {...}, "environments": [{...}, ...], "meets": true, "folder": "/x"}
 
 There is a rank for each of the environments, in which it calls the function, or the body of a test there
-(`distributed.ranks`), with the arguments. Those that meet do so in a file (no port), over gloo. The answer
-for a rank is its exit code (negative: the signal), and its result, or its error with a trace.
+(`distributed.ranks`), with the arguments. Those that meet do so in a file (no port), over gloo; a trainer
+does so by itself. The answer for a rank is its exit code (negative: the signal), and its result, or its
+error with a trace.
 
 torch, and the modules that the command line names, are imported once, in this process, so that a job costs
 little more than its steps.
@@ -27,8 +28,11 @@ import torch.distributed as dist
 def be_rank(rank: int, job: dict, meeting: str, out: int) -> None:
     """In a separate process: do the job, write what it returns or raises as JSON."""
     ranks = len(job["environments"])
+    os.dup2(2, 1)  # what it prints is no answer
     try:
         os.environ.update(job["environments"][rank])
+        os.chdir(job.get("folder", "."))
+        warnings.simplefilter(job.get("warnings", "error"))
         if job["meets"]:
             store, timeout = dist.FileStore(meeting, ranks), timedelta(seconds=60)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timeout)
@@ -37,6 +41,8 @@ def be_rank(rank: int, job: dict, meeting: str, out: int) -> None:
         answer = {"result": getattr(function, "job", function)(**job["with"])}
         if job["meets"]:
             dist.destroy_process_group()
+        elif dist.is_initialized():  # trainers leave it so, and the first rank keeps what the others meet in
+            dist.barrier()
     except BaseException as error:
         answer = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
     with os.fdopen(out, "w") as pipe:

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer as Library
 from narrowgauge.system.errors import UserError
 from narrowgauge.trainer.data import bytes_tokenizer, load_tokenizer, train_bpe
 from narrowgauge.trainer.data.tokenization.names import make_tokenizer, tokenizer_identity
-from support.llama2 import KINDS, write_llama2
+from support.llama2 import write_llama2
 
 TEXTS = [
     "def narrow(gauge):\n    return gauge * 2\n\n" * 20,
@@ -38,9 +38,8 @@ def test_any_text_comes_back_exactly_and_never_ends_a_document(tokenizer, text, 
     assert tokenizer.decode_after(tokenizer.encode(prompt), ids) == text
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_blank_after_a_prompt_is_kept(tmp_path, kind):
-    tokenizer = write_llama2(tmp_path / "tokenizer.json", kind)
+def test_the_blank_after_a_prompt_is_kept(tmp_path):
+    tokenizer = write_llama2(tmp_path / "tokenizer.json")
     prompt, ids = tokenizer.encode("steam"), tokenizer.encode("steam train")
     new = ids[len(prompt) :]
     assert ids[: len(prompt)] == prompt
