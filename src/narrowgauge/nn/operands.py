@@ -22,7 +22,7 @@ from fractions import Fraction
 
 import torch
 
-from narrowgauge.formats import RandomStream, pack, unpack
+from narrowgauge.formats import RandomStream, codes_of, pack, torch_dtype, unpack
 from narrowgauge.kernels import emulate, quantize
 from narrowgauge.kernels.cast import emulate_rows
 from narrowgauge.nn.gemm import (
@@ -43,7 +43,7 @@ from narrowgauge.nn.weight import GatheredWeight, WeightUse
 from narrowgauge.quantization import DEFAULT_CONTEXT, Cast, QTensor, QuantContext, TensorShard, local_channels
 from narrowgauge.quantization import cast as named_cast
 from narrowgauge.quantization.passes.implementations import ROW_PLACES, rows_gap
-from narrowgauge.quantization.passes.in_c import decoded, encoded
+from narrowgauge.quantization.passes.in_c import decoded, has_library
 from narrowgauge.recipes.places import CHOOSES, have_same_numbers, reuses
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -257,11 +257,13 @@ def _keep_codes(operand: Operand, cast: Cast) -> tuple[Tensors, Restore]:
     """Keep an operand with one scale (`emulate`) as bytes."""
     values, scale = operand[:2]
     element, width, dtype = cast.element, values.shape[-1], values.dtype
+    fp8 = torch_dtype(element) if has_library(values) else None  # torch's conversion, exact and fast
+    codes = codes_of(values, element) if fp8 is None else values.to(fp8).view(torch.uint8)
 
     def restore(packed: torch.Tensor, scale: torch.Tensor | None, *_: None) -> Operand:
         return Operand(decoded(unpack(packed, element, width), element, dtype), scale)
 
-    return (pack(encoded(values, element), element), scale, None, None), restore
+    return (pack(codes, element), scale, None, None), restore
 
 
 def _keep_quantized(q: QTensor, dtype: torch.dtype, is_operand: bool = False) -> tuple[Tensors, Restore]:

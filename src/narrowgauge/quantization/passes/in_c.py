@@ -5,8 +5,8 @@ form a single block. Torch operations compute everything else (`supports`): GPU 
 tensors that autograd tracks. For meta tensors, used to estimate memory, results are allocated and no pass is
 called.
 
-Arithmetic on small values passes through subnormal numbers, on which CPUs are slow, so codes of bf16 values
-are read from tables that `formats.codes_of` and `decode` fill.
+Arithmetic on small values passes through subnormal numbers, on which CPUs are slow, so the bf16 values of
+codes are read from a table that `formats.decode` fills.
 
 The threads of torch's OpenMP share the units of a pass (`team.c`). After an operation of torch they spin for
 some milliseconds, so threads of another pool would wait for their cores.
@@ -16,7 +16,7 @@ import ctypes
 import itertools
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from narrowgauge.formats import RANDOM_BITS, Format, RandomStream, codes_of, decode, format, round_finite
+from narrowgauge.formats import RANDOM_BITS, Format, RandomStream, decode, format, round_finite
 from narrowgauge.quantization.blocks import Blocks
 from narrowgauge.quantization.cast import Cast
 from narrowgauge.quantization.passes import build
@@ -174,51 +174,22 @@ def token_sums(x: torch.Tensor) -> torch.Tensor | None:
     return sums
 
 
-def encoded(values: torch.Tensor, element: Format) -> torch.Tensor:
-    """`formats.codes_of` of values on the grid of a format of at most 8 bits: uint8."""
-    if values.dtype != torch.bfloat16 or not has_library(values):
-        return codes_of(values, element)
-    return _looked_up("encode_pass", values, _codes, element, torch.uint8)
-
-
 def decoded(codes: torch.Tensor, element: Format, dtype: torch.dtype) -> torch.Tensor:
     """`formats.decode` of uint8 codes."""
     if dtype != torch.bfloat16 or not has_library(codes):
         return decode(codes, element, dtype)
-    return _looked_up("decode_pass", codes, _values, element, dtype)
-
-
-@cache
-def _codes(element: Format) -> torch.Tensor:
-    """The code of each bf16 value, by its bits; only values of the format are ever looked up.
-
-    Tables outlive the step that makes them, and no account of a step's memory contains them.
-    """
-    with unobserved():
-        every = torch.arange(2**16, dtype=torch.int32, device="cpu").to(torch.int16).view(torch.bfloat16)
-        return codes_of(every, element)
+    codes, out = codes.contiguous(), torch.empty(codes.shape, dtype=dtype, device=codes.device)
+    if not codes.is_meta:
+        one = Narrow(x=codes.data_ptr(), table=_values(element).data_ptr(), out=out.data_ptr())
+        call("decode_pass", one, codes.numel(), codes.numel())
+    return out
 
 
 @cache
 def _values(element: Format) -> torch.Tensor:
-    """The bf16 value of each code."""
+    """The bf16 value of each code; it outlives a step, and no account of a step's memory contains it."""
     with unobserved():
         return decode(torch.arange(256, dtype=torch.uint8, device="cpu"), element, torch.bfloat16)
-
-
-def _looked_up(
-    name: str,
-    x: torch.Tensor,
-    table: Callable[[Format], torch.Tensor],
-    element: Format,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    x = x.contiguous()
-    out = torch.empty(x.shape, dtype=dtype, device=x.device)
-    if not x.is_meta:
-        one = Narrow(x=x.data_ptr(), table=table(element).data_ptr(), out=out.data_ptr())
-        call(name, one, x.numel(), x.numel())
-    return out
 
 
 def _amaxes(split: torch.Tensor, blocks: Blocks, only_finite: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -447,15 +447,6 @@ int sum_pass(const Narrow *p, int64_t begin, int64_t end) {
   return 0;
 }
 
-/* Units: elements. The code of each bf16 value. */
-int encode_pass(const Narrow *p, int64_t begin, int64_t end) {
-  const uint16_t *RESTRICT x = p->x;
-  const uint8_t *RESTRICT table = p->table;
-  uint8_t *RESTRICT out = p->out;
-  for (int64_t k = begin; k < end; k++) out[k] = table[x[k]];
-  return 0;
-}
-
 /* Units: elements. The bf16 value of each code. */
 int decode_pass(const Narrow *p, int64_t begin, int64_t end) {
   const uint8_t *RESTRICT x = p->x;

@@ -31,7 +31,7 @@ typedef struct { /* what a cast says */
 
 typedef struct { /* one tensor */
   const Cast *cast;
-  const void *x, *table; /* table: of encode_pass and decode_pass */
+  const void *x, *table; /* table: of decode_pass */
   const float *uniform; /* one an element, or 0: the stream of `key` from `offset` on */
   const float *over;    /* the amax that an outer scale comes from, one or, if over_each, one a block; or 0 */
   const float *finite;  /* not 0 where a block is; only if is_given */
