@@ -20,11 +20,7 @@ from narrowgauge.system.errors import UserError
 
 
 def require_raising(recipe: Recipe, rules: GuardRules, gauges_every: int) -> None:
-    """Refuse a guard that could not find a place, or not widen it.
-
-    Raises:
-        UserError: There are no gauges, or `guard.raise_to` is not a wider cast.
-    """
+    """Refuse a guard that could not find a place, or not widen it."""
     if not gauges_every:
         raise UserError(
             'guard.spike = "raise" finds the place that broke by its gauges, and this run has none; set '

@@ -55,11 +55,7 @@ class NarrowgaugePlugin(BasePlugin):  # type: ignore[misc, unused-ignore]
         return "narrowgauge.integrations.axolotl.NarrowgaugeArgs"
 
     def post_model_build(self, cfg: Any, model: Any) -> None:
-        """Convert the model in place, before adapters are added.
-
-        Raises:
-            UserError: The configuration shards the model, or `narrowgauge.convert` refuses it.
-        """
+        """Convert the model in place, before adapters are added."""
         block = _block(cfg)
         for key in ("deepspeed", "fsdp", "fsdp_config", "fp8"):
             if cfg.get(key):

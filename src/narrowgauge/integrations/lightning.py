@@ -62,11 +62,7 @@ class NarrowPrecision(Precision):  # type: ignore[misc, unused-ignore]
         self.model: torch.nn.Module | None = None
 
     def convert_module(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Convert the linear layers of a model in place, and let DDP sum low-precision gradients.
-
-        Raises:
-            UserError: `narrowgauge.convert` refuses the model, or a plugin already has a model.
-        """
+        """Convert the linear layers of a model in place, and let DDP sum low-precision gradients."""
         if self.model is not None and self.model is not module:
             raise UserError(
                 "one NarrowPrecision counts the steps of one model: put all models of the training into one "

@@ -77,11 +77,7 @@ class NarrowLinear(Linear, TitanLinear):  # type: ignore[misc, unused-ignore]
         self._set_keys(0, 0, 0)
 
     def parallelize(self, parallel_dims: Any) -> None:
-        """Let torchtitan distribute the layer over data-parallel processes.
-
-        Raises:
-            UserError: Another kind of parallelism would apply blocks to parts of a tensor.
-        """
+        """Let torchtitan distribute the layer over data-parallel processes."""
         for degree, name in ((parallel_dims.tp, "tensor"), (parallel_dims.cp, "context")):
             if degree > 1:
                 raise UserError(
@@ -92,11 +88,7 @@ class NarrowLinear(Linear, TitanLinear):  # type: ignore[misc, unused-ignore]
         super().parallelize(parallel_dims)
 
     def begin_pass(self) -> StepState:
-        """Begin a forward pass.
-
-        Raises:
-            UserError: The recipe requires the step, and nothing sets it.
-        """
+        """Begin a forward pass."""
         if (self.is_random or self.histories) and not self.step_is_set and torch.is_grad_enabled():
             raise UserError(
                 f"recipe {self.recipe.name!r} has random bits or delayed scales, which follow the step: add "

@@ -141,12 +141,7 @@ class NarrowTrainerCallback(TrainerCallback):  # type: ignore[misc, unused-ignor
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Refuse setups that would train wrongly, and let DDP sum low-precision gradients.
-
-        Raises:
-            UserError: The trainer would flatten, shard or replicate the model without the recipe's state, or
-                ignore an argument of the optimizer.
-        """
+        """Refuse setups that would train wrongly, and let DDP sum low-precision gradients."""
         _require_whole_model(args)
         if self.optimizer is not None:
             _complete(self.optimizer, args)
@@ -157,7 +152,7 @@ class NarrowTrainerCallback(TrainerCallback):  # type: ignore[misc, unused-ignor
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Register for logs before the reporters, which the trainer calls first."""
-        _call_first(_LogEntries(self))
+        _call_first(self)
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -229,18 +224,7 @@ class NarrowTrainerCallback(TrainerCallback):  # type: ignore[misc, unused-ignor
             self.gauges.begin_micro_batch(is_first=self.micro_batch == 0, is_last=is_last)
 
 
-class _LogEntries(TrainerCallback):  # type: ignore[misc, unused-ignore]
-    """Adds the entries of a `NarrowTrainerCallback`; placed first in the trainer's list of callbacks."""
-
-    def __init__(self, owner: NarrowTrainerCallback) -> None:
-        self.owner = owner
-
-    def on_log(self, *event: Any, **kwargs: Any) -> None:
-        """Add the entries."""
-        self.owner.on_log(*event, **kwargs)
-
-
-def _call_first(callback: _LogEntries) -> None:
+def _call_first(callback: NarrowTrainerCallback) -> None:
     """Put a callback before all others of the trainer whose event is being handled.
 
     The trainer passes its callbacks neither itself nor their list, so the list is found through the caller's
@@ -250,8 +234,7 @@ def _call_first(callback: _LogEntries) -> None:
     while frame is not None:
         handler = frame.f_locals.get("self")
         if isinstance(handler, CallbackHandler):
-            others = [c for c in handler.callbacks if getattr(c, "owner", None) is not callback.owner]
-            handler.callbacks = [callback, *others]
+            handler.callbacks = [callback, *(c for c in handler.callbacks if c is not callback)]
             return
         frame = frame.f_back
 
@@ -268,9 +251,6 @@ def _require_weights(model: torch.nn.Module, saved: Mapping[str, int]) -> None:
 
     transformers 5 writes the experts of Mixtral under the names of older releases; when its `Trainer` resumes
     it skips them with only a warning.
-
-    Raises:
-        UserError: A parameter differs from the saved one.
     """
     found = _bit_sums(model)
     if others := [name for name, total in saved.items() if found.get(name, total) != total]:
@@ -308,11 +288,7 @@ def _require_whole_model(args: TrainingArguments) -> None:
 
 
 def _complete(optimizer: dict[str, Any], args: TrainingArguments) -> None:
-    """Complete missing arguments from the trainer's.
-
-    Raises:
-        UserError: The given weight decay differs from the trainer's.
-    """
+    """Complete missing arguments from the trainer's."""
     optimizer.setdefault("lr", args.learning_rate)
     optimizer.setdefault("betas", (args.adam_beta1, args.adam_beta2))
     optimizer.setdefault("eps", args.adam_epsilon)

@@ -89,9 +89,6 @@ def refuse_fsdp(state: ParamState | None) -> None:
     FSDP2 cuts a parameter by `chunk`, `new_zeros` and `copy_`, so that its shard holds values without codes
     and masters. A subclass cannot change that by its hooks: they learn of the mesh at the first gather,
     and shards share a scale already when a checkpoint or an initialization writes to them.
-
-    Raises:
-        UserError: The weight or its gradient is stored in a cast.
     """
     if state is not None:
         raise UserError(

@@ -25,11 +25,7 @@ _NEAREST = "nearest-even"
 
 
 def verified_backend(recipe: Recipe, device: torch.device, requested: str = "auto") -> Backend:
-    """`choose_backend` for a device that is present: native only if its GEMMs pass the test.
-
-    Raises:
-        UserError: The requested backend is unknown, or native where the device lacks the formats or fails.
-    """
+    """`choose_backend` for a device that is present: native only if its GEMMs pass the test."""
     facts = device_facts(device)
     backend = choose_backend(recipe, facts, requested)
     if backend.name != "native" or device.type != "cuda":

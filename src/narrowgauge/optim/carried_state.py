@@ -89,11 +89,7 @@ class CarriedState:
         return positions | {name: kept.saved() for name, kept in self.tensors.items()}
 
     def local_parts(self, saved: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What this process keeps of a saved state.
-
-        Raises:
-            UserError: It is the state of another model or recipe, or of other weights than the model has.
-        """
+        """What this process keeps of a saved state."""
         kept = {name: k.tensor for name, k in self.tensors.items()}
         kept |= {name: module.position() for name, module in self.positions.items()}
         parts = {name: as_kept(t, kept[name]) if name in kept else t for name, t in saved.items()}

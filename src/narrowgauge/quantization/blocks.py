@@ -111,11 +111,7 @@ def _(y: torch.Tensor, shape: list[int]) -> torch.Tensor:
 
 
 def blocks_of(shape: torch.Size, cast: Cast, axis: int) -> Blocks:
-    """The blocks of a cast on a tensor, columns along `axis`, rows along the other of the last two dims.
-
-    Raises:
-        UserError: The tensor has no such axis, or too few dimensions for a two-dimensional block.
-    """
+    """The blocks of a cast on a tensor, columns along `axis`, rows along the other of the last two dims."""
     return (_blocks_of if torch.compiler.is_compiling() else _kept_blocks)(shape, cast, axis)
 
 

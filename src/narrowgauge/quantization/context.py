@@ -61,11 +61,7 @@ class QuantContext:
         return replace(self, random=drawn)
 
     def signs_of(self, cast: Cast) -> torch.Tensor | tuple[int, ...]:
-        """The signs of a cast's transform; () means those that belong to its size.
-
-        Raises:
-            UserError: The cast uses random signs, and the context has none.
-        """
+        """The signs of a cast's transform; () means those that belong to its size."""
         if self.signs is not None:
             return self.signs
         if isinstance(cast.signs, str):

@@ -160,9 +160,6 @@ def make_cast(value: str | Table | Format | Cast) -> Cast:
     A table changes a named cast, as in `{cast = "nvfp4", rounding = "stochastic", ...}`, or stands alone:
     `{element = "e2m1", block = 16, scale = "e5m3"}`. Without `block` the block is the tensor; without
     `scale`, narrow elements have fp32 scales, and wide ones none.
-
-    Raises:
-        UserError: Unknown cast, unknown key, or incompatible values.
     """
     if isinstance(value, Cast):
         return value
@@ -280,11 +277,7 @@ def _named(made: Cast) -> Cast:
 
 
 def values_of(name: str, x: torch.Tensor, axis: int) -> torch.Tensor:
-    """The values that a registered function gives a matrix whose `axis` a GEMM contracts.
-
-    Raises:
-        UserError: No function of this name is registered in this process.
-    """
+    """The values that a registered function gives a matrix whose `axis` a GEMM contracts."""
     if name not in _FUNCTIONS:
         raise UserError(
             f"cast {name!r} is a function that is not registered in this process; call "

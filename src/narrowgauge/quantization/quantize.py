@@ -267,11 +267,7 @@ def _as_computed(x: torch.Tensor) -> torch.Tensor:
 
 
 def prepared_by(x: torch.Tensor, cast: Cast, axis: int, context: QuantContext) -> Prepared:
-    """A tensor after the transforms of its cast.
-
-    Raises:
-        UserError: The cast has a key that nothing computes.
-    """
+    """A tensor after the transforms of its cast."""
     if left := cast.lacking[Consumer.TORCH]:
         raise UserError(f"cast {cast.name!r}: nothing computes {', '.join(left)}; remove the key")
     prepared = _without_mean(x, cast, context) if cast.center else Prepared(x)

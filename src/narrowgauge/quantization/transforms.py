@@ -132,9 +132,6 @@ def hadamard(x: torch.Tensor, size: int, axis: int, signs: torch.Tensor | Sequen
 
     Returns:
         A tensor of x's dtype. The axis is padded with zeros to a multiple of `size`, and keeps that length.
-
-    Raises:
-        UserError: `size` is not a power of two.
     """
     if size < 2 or size & (size - 1):
         raise UserError(f"a Hadamard transform of size {size}: the size must be a power of two, such as 16")

@@ -67,11 +67,7 @@ class NarrowAttention(Stepped, Attention):
         dropout: Dropout | None = None,
         share: tuple[int, int] = (0, 1),
     ) -> torch.Tensor:
-        """Attention -> [B, N, T, H], as in `Attention`.
-
-        Raises:
-            UserError: Probabilities have dropout, and places are narrow.
-        """
+        """Attention -> [B, N, T, H], as in `Attention`."""
         self._begin_pass()
         if self.is_wide:
             return super().forward(q_BNTH, k_BKSH, v_BKSH, mask, dropout, share)
@@ -93,9 +89,6 @@ class NarrowAttention(Stepped, Attention):
 
     def _stream_ids(self) -> list[int]:
         return [_FIRST_STREAM + _STREAMS * self.index + i for i in range(_STREAMS)]
-
-    def _device(self) -> torch.device:
-        return torch.device("cpu")
 
     def _use_rules(self, step: int, steps: int | None, decay: int | None) -> None:
         self.casts = dict(self.recipe.attention)

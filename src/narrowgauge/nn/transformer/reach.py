@@ -43,10 +43,6 @@ def untouched_layers(layers: Mapping[str, torch.nn.Module], also: Kinds = ()) ->
     Args:
         layers: Linear layers by name.
         also: Subclasses of `torch.nn.Linear` whose forward method is a plain matmul.
-
-    Raises:
-        UserError: A layer has tensors besides weight and bias, a computed weight, or no values yet; or the
-            forward method of a layer under a recipe was replaced.
     """
     found = []
     for name, layer in layers.items():

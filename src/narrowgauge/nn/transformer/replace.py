@@ -17,11 +17,7 @@ from narrowgauge.system.errors import UserError
 
 
 def refuse_unreachable(model: torch.nn.Module, recipe: Recipe) -> None:
-    """Refuse a recipe that narrows a place that the model does not expose as a module.
-
-    Raises:
-        UserError: It narrows attention or the stream, and the model has no such place.
-    """
+    """Refuse a recipe that narrows a place that the model does not expose as a module."""
     kinds = {type(module) for module in model.modules()}
     if recipe.narrows_attention and not any(issubclass(kind, Attention) for kind in kinds):
         raise UserError(

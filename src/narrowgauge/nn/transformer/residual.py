@@ -107,6 +107,3 @@ class NarrowResidual(Stepped, Residual):
 
     def _stream_ids(self) -> list[int]:
         return [_FIRST_STREAM + self.index]
-
-    def _device(self) -> torch.device:
-        return torch.device("cpu")

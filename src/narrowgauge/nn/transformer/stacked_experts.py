@@ -216,11 +216,7 @@ def expert_layers(module: torch.nn.Module) -> Iterator[tuple[int, str, tuple[int
 
 
 def require_plain_state(recipe: Recipe, name: str) -> None:
-    """Refuse a recipe whose weights, masters or gradients would have to be stored in casts while stacked.
-
-    Raises:
-        UserError: The recipe, or one of its rules, has such state.
-    """
+    """Refuse a recipe whose weights, masters or gradients would have to be stored in casts while stacked."""
     states = (recipe.state, *(rule.state for rule in recipe.rules))
     casts = [state.get(place) for state in states for place in ("weight", "master", "grad")]
     if any(cast is not None and cast.name != "fp32" for cast in casts):

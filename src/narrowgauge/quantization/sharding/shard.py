@@ -135,9 +135,6 @@ class TensorShard:
             amax: The amax of the local elements of each block.
             cast: The cast that the blocks belong to.
             axis: The contracted dimension.
-
-        Raises:
-            UserError: A block of a fixed size is divided over ranks.
         """
         if cast.block is None and self.global_amax is not None:
             return self.global_amax.expand_as(amax)

@@ -116,11 +116,7 @@ class NarrowTensor(Proxy):
             self.detach().copy_(value)
 
     def data_ptr(self) -> int:
-        """Refuse an address: the values lie nowhere in memory.
-
-        Raises:
-            UserError: Always; no memory holds the values.
-        """
+        """Refuse an address: the values lie nowhere in memory."""
         raise _has_no_memory(self)
 
     def storage(self) -> Any:
@@ -217,11 +213,7 @@ class NarrowTensor(Proxy):
 
 
 def make_narrow(p: torch.nn.Parameter, record: ParamState) -> None:
-    """Turn a parameter into the weight of a record; it stays the same object, for optimizers that hold it.
-
-    Raises:
-        UserError: An autograd graph or a weak reference holds the parameter's old values.
-    """
+    """Turn a parameter into the weight of a record; it stays the same object, for optimizers that hold it."""
     shape = torch.empty(p.shape, device="meta")  # contiguous, as the stored tensors are
     _become(p, torch.nn.Parameter(NarrowTensor(shape, record, p.dtype), p.requires_grad))
     attach_state(p, record)

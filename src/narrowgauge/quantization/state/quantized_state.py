@@ -92,11 +92,7 @@ class QuantizedState:
         on_host: bool = False,
         shard: TensorShard | None = None,
     ) -> None:
-        """Allocate zeros. Processes with shards of one tensor have to call `write` at the same time.
-
-        Raises:
-            UserError: The cast is not for state.
-        """
+        """Allocate zeros. Processes with shards of one tensor have to call `write` at the same time."""
         if unknown := cast.unsupported(Consumer.STATE):
             raise UserError(
                 f"cast {cast.name!r} of state: {', '.join(unknown)} is for operands of a matmul; remove the "
