@@ -46,6 +46,7 @@ class Design(Section):
     rungs: tuple[_Count, ...] = ()  # steps after which each run is measured; () if the experiment is not
     seeds: int | tuple[int, ...] | None = None  # how many, or which; None for that of the configuration
     jobs: _Count = 1  # the number of simultaneous runs
+    ray: str = ""  # the address of a cluster of Ray that trains as many runs at a time as fit; "" for none
     threads: _Count | None = None  # CPU threads of each run; None if each configuration has the number
     products: str = ""  # the precision of a CPU's matmuls, "bf16" or "fp32"; "" to have each run measure
     attention: str = ""  # of a CPU, "in-order", "fp32" or "torch"; "" to have each run measure

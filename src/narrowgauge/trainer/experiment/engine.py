@@ -20,10 +20,9 @@ import os
 import signal
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from subprocess import DEVNULL, Popen
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -38,13 +37,14 @@ from narrowgauge.system.signals import COMPARED
 from narrowgauge.system.units import human_count
 from narrowgauge.trainer.distributed import RENDEZVOUS, world_from
 from narrowgauge.trainer.experiment.jobs import Job
+from narrowgauge.trainer.experiment.on_ray import STOPPED, command_on
 from narrowgauge.trainer.report.read.run import look_at, read_state
 from narrowgauge.trainer.runs.choices import ATTENTION, PRODUCTS
 
 _EVERY_S, _LINE_EVERY_S = 2.0, 30.0  # refresh on a terminal; longest silence elsewhere
 
 
-class ProgressLine:
+class ProgressLine(ExitStack):
     """Prints a line for each finished run; shows running jobs on a terminal, elsewhere every 30 s."""
 
     def __init__(
@@ -56,21 +56,14 @@ class ProgressLine:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Show an experiment: `done` of `runs` runs are finished, and `left_tokens` remain to be trained."""
+        super().__init__()
         self.console, self.left, self.runs, self.done = console, left_tokens, runs, done
         self.trained = 0  # tokens of finished runs since the start
         self.clock = clock
         self.started = self.shown = clock()
         self._live = Live(console=console, auto_refresh=False, transient=True)
-
-    def __enter__(self) -> "ProgressLine":
-        if self.console.is_terminal:
-            self._live.start()
-        return self
-
-    def __exit__(
-        self, exc_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._live.stop()
+        if console.is_terminal:
+            self.enter_context(self._live)
 
     def show(self, jobs: Sequence[Job], ended: Job | None) -> None:
         """Show the running jobs; `ended` has just succeeded."""
@@ -109,7 +102,6 @@ def _state(job: Job) -> tuple[str, float]:
 
 
 _POLL_S, _WAIT_S = 0.25, 1.0  # between looks at own processes; at those of other engines
-_STOPPED = 75  # the exit code of a run that has saved and can be continued
 _GPUS = "CUDA_VISIBLE_DEVICES"
 
 Running = dict[int, tuple[Job, Popen[bytes]]]  # by slot
@@ -130,6 +122,7 @@ class Engine:
     slots: int  # the number of simultaneous processes
     environment: Mapping[str, str]  # environment variables of each process
     show: Callable[[Sequence[Job], Job | None], None]  # often, the running jobs and one that just succeeded
+    cluster: tuple[str, int] | None = None  # the address of one of Ray that runs them, and the cores of each
     has_logs: bool = True  # whether a process writes to `OUT/NAME.log` instead of the terminal
     stop: int = 0  # the first signal that asked to stop, or SIGTERM after a run without a result
     begun: set[tuple[str, bool]] = field(default_factory=set)  # the keys of the jobs that have started
@@ -156,7 +149,7 @@ class Engine:
         for name, code in self.lost.items():
             raise ComparisonFailed(name, code)
         if self.stop and (job := next_job(self.begun)) is not None:  # the finished jobs all succeeded
-            raise ComparisonFailed(job.name, _STOPPED)
+            raise ComparisonFailed(job.name, STOPPED)
         return list(self.failed)
 
     def _fill(self, running: Running, next_job: NextJob, programs: Programs) -> bool:
@@ -176,7 +169,9 @@ class Engine:
         if self.slots > 1:
             environment |= _gpu(slot)
         options: dict[str, Any] = {}
-        with job.directory.with_name(f"{job.name}.log").open("ab") if self.has_logs else nullcontext() as log:
+        file = job.directory.with_name(f"{job.name}.log")
+        command = command_on(*self.cluster, file, job.command) if self.cluster else job.command
+        with file.open("ab") if self.has_logs else nullcontext() as log:
             if log is not None:
                 options = {"stdin": DEVNULL, "stdout": log, "stderr": log}
             if log is not None and world_from(os.environ, 0).size == 1:
@@ -185,7 +180,7 @@ class Engine:
                 except BlockingIOError:
                     return None
             self.begun.add(job.key)
-            return programs.start(job.command, environment, **options)
+            return programs.start(command, environment, **options)
 
     def _collect(self, running: Running) -> None:
         """Record the processes that have ended."""
@@ -201,7 +196,7 @@ class Engine:
     def _note_failure(self, job: Job, code: int) -> None:
         self.failed[job.name] = code
         has_failed = read_state(job.directory)[0] in ("failed", "diverged")
-        if code == _STOPPED or code < 0 or (job.tokens and not has_failed):
+        if code == STOPPED or code < 0 or (job.tokens and not has_failed):
             self.lost[job.name] = code
             self.stop = self.stop or signal.SIGTERM
 

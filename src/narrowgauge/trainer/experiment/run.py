@@ -44,6 +44,7 @@ from narrowgauge.trainer.experiment.jobs import (
     require_same,
     state_of,
 )
+from narrowgauge.trainer.experiment.on_ray import slots_of
 from narrowgauge.trainer.models import count_block_weights, flops_per_token
 from narrowgauge.trainer.report import print_comparison
 from narrowgauge.trainer.report.page.page import write_page
@@ -302,7 +303,10 @@ def _train(
                 written = time.monotonic() if is_page_due else written
 
         environment = environment_of(design.threads or 0, design.products, design.attention)
-        engine = Engine(design.jobs, environment, show, has_logs=rank == 0)
+        cores = design.threads or experiment.trunks[0].config.training.threads or 1
+        cluster = (design.ray, cores) if design.ray else None
+        slots = slots_of(*cluster) if cluster else design.jobs
+        engine = Engine(slots, environment, show, cluster, rank == 0)
         try:
             engine.run(partial(next_job, experiment, waiting, out, files))
         finally:

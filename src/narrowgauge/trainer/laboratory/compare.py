@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -123,6 +124,7 @@ def compare(
     rungs: Annotated[Sequence[int], Form("STEPS,...", given.numbers, is_list=True)] = (),
     arms: Annotated[Sequence[str], given.NAMES, Form("A,B")] = (),
     jobs: given.Count = 0,
+    ray: Annotated[str, Form("ADDRESS", alone="auto")] = "",
     dry_run: Annotated[bool, Form()] = False,
     watch: Annotated[bool, Form()] = False,
     quiet: bool = False,
@@ -148,6 +150,7 @@ def compare(
         rungs: Lengths at which to compare; each branches off one trunk and decays the learning rate.
         arms: Run only these arms of the file's [arms] table.
         jobs: Number of parallel runs (1).
+        ray: Train on a cluster of Ray, each run a task (auto: the cluster that this machine belongs to).
         dry_run: Print runs, tokens and hours, and exit.
         watch: Show a live page meanwhile (narrowgauge watch).
         quiet: Whether to print nothing.
@@ -180,6 +183,8 @@ def compare(
         named.append(Variant(name, {RECIPE: recipe_name(one, Path(path or "") / f"{name}.recipe.toml")}))
     others = [Variant(*one) for one in variants.items()] if isinstance(variants, Mapping) else variants or ()
     experiment = make_experiment(values, named, others, seeds, arms, rungs, jobs)
+    if ray:
+        experiment = replace(experiment, design=experiment.design.model_copy(update={"ray": ray}))
     kind = "ladder" if experiment.is_measured else "compare"
     path = path or Path("runs") / f"{kind}-{experiment.trunks[0].config.model.name}"
     console = console or Console(quiet=quiet)
@@ -234,6 +239,8 @@ def _require_ready(experiment: Experiment, out: Path) -> int:
                 f"{run.name}: cast {names[0]!r} is a function of this process, and runs train in others; "
                 f"train it here first, by narrowgauge.train(..., out={str(out / run.name)!r})"
             )
-    if experiment.is_measured and world.size > 1:
-        raise UserError("--rungs and --jobs start processes themselves; start compare without a launcher")
+    if (experiment.is_measured or experiment.design.ray) and world.size > 1:
+        raise UserError(
+            "--rungs, --jobs and --ray start processes themselves; start compare without a launcher"
+        )
     return world.rank
