@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gpu.operations import Found, Shape, drawn, passes
 from narrowgauge.formats import random_stream
-from narrowgauge.kernels import quantize
+from narrowgauge.kernels import emulate, quantize
 from narrowgauge.kernels.cast import amaxes_of, codes_under, random_signs
 from narrowgauge.kernels.heads import split_heads
 from narrowgauge.kernels.norm import add_norm
@@ -31,7 +31,7 @@ def both_layouts(cast: Cast, given: str, device: torch.device, shape: Shape) -> 
     `given` is what precedes the cast: "" nothing, "amax" that of the matrix, "scale" one of earlier steps.
     """
     x = drawn(shape, 0, device)
-    seen = torch.zeros((), dtype=torch.float32, device=device)
+    seen = torch.full((), 3.5, dtype=torch.float32, device=device)  # of steps before; some matrices have more
     contexts = {
         "": QuantContext(),
         "amax": QuantContext(amax=local_amax(x).float()),
@@ -39,7 +39,12 @@ def both_layouts(cast: Cast, given: str, device: torch.device, shape: Shape) -> 
     }
     q, other = quantize(x, cast, -1, contexts[given], both=True)
     codes: Found = {"codes": q.codes, "codes along the other axis": q.codes if other is None else other}
-    return codes | {"scale": q.scales, "the amax that is noted": seen}
+    codes |= {"scale": q.scales, "the amax that is noted": seen.clone()}
+    if given == "scale":
+        seen.fill_(3.5)
+        values, factor = emulate(x, cast, 0, torch.bfloat16, contexts[given])
+        codes |= {"values": values, "factor": factor, "the amax that is then noted": seen}
+    return codes
 
 
 def bytes_of(given: Mapping[str, Any]) -> list[Tensor]:

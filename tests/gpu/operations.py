@@ -10,10 +10,12 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.testing import assert_close
 
 from narrowgauge.formats import random_stream, stream_key
 from narrowgauge.kernels import adamw as narrow_adamw
 from narrowgauge.kernels import emulate, quantize
+from narrowgauge.kernels.amax import attached_amax
 from narrowgauge.kernels.attention import attend
 from narrowgauge.kernels.cast import emulate_rows
 from narrowgauge.kernels.cross_entropy import cross_entropy
@@ -40,11 +42,17 @@ def drawn(
 
 
 def passes(forward: Callable[..., Tensor], names: str, *inputs: Tensor) -> Found:
-    """The result of a forward pass, and the gradients of its inputs for a random gradient of the result."""
+    """The result of a forward pass, and the gradients of its inputs for a random gradient of the result.
+
+    An amax that a kernel attached to one of them is that of its numbers.
+    """
     leaves = [x.detach().requires_grad_() for x in inputs]
     y = forward(*leaves)
     dy = torch.ones_like(y) if y.ndim == 0 else drawn(y.shape, 9, y.device, y.dtype)
     gradients = torch.autograd.grad(y, leaves, dy)
+    for x in (y, *gradients):
+        if (amax := attached_amax(x)) is not None and not x.is_meta:
+            assert_close(amax, x.detach().float().abs().amax(), rtol=0, atol=0, equal_nan=True)
     found: Found = {"the result": y.detach()}
     return found | {f"the gradient of {name}": g for name, g in zip(names.split(), gradients, strict=True)}
 

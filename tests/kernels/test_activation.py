@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.common import DTYPES, INF, NAN, assert_same, normal, same_bits
+from kernels.common import DTYPES, assert_same, normal
 from narrowgauge.kernels.activation import gelu, gelu_reference, swiglu, swiglu_reference
-from narrowgauge.kernels.amax import attached_amax
 from ptx.floats import libdevice_exp
 from support.interpreted import COMPILED_FOR
 
@@ -66,20 +65,6 @@ def test_swiglu_of_any_shape_is_torchs_within_the_exponential(device, dtype, sha
     rtol = 2 * torch.finfo(dtype).eps + 2**-21
     torch.testing.assert_close(y, reference, rtol=rtol, atol=1e-7)
     torch.testing.assert_close(grad, reference_grad, rtol=rtol, atol=1e-6)
-    assert torch.equal(attached_amax(swiglu(gate_up)), y.float().abs().max())
-    assert torch.equal(attached_amax(grad), grad.float().abs().max())
-
-
-def test_swiglu_and_gelu_tell_nan_and_infinity(device):
-    gate_up = torch.ones(2, 6, device=device, dtype=BF16)
-    gate_up[0, 1] = INF
-    assert attached_amax(swiglu(gate_up)) == INF
-    gate_up[1, 4] = NAN
-    assert attached_amax(swiglu(gate_up)).isnan()
-    x = torch.tensor([INF, -INF, NAN, 0.0, -0.0, 1e30, -1e30], device=device)
-    assert same_bits(gelu(x), gelu_reference(x))
-    assert attached_amax(gelu(x)).isnan()
-    assert attached_amax(gelu(x[:1])) == INF
 
 
 def gelu_in_double(x):
@@ -106,8 +91,6 @@ def test_gelu_of_every_bf16_is_the_nearest_but_for_ties(device):
     # s and x s (1 - s) 2u' have opposite signs below 0, and their sum errs as each of them does.
     terms = dy.double().abs() * (slope.abs() + x.detach().double().clamp(-10, 0).abs() * exact.abs())
     assert ((dx.double() - exact_dx).abs() <= near * exact_dx.abs() + 2.0**-15 * terms + 1e-36).all()
-    assert torch.equal(attached_amax(y), y.detach().float().abs().max())
-    assert torch.equal(attached_amax(dx), dx.float().abs().max())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

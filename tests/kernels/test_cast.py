@@ -82,31 +82,6 @@ def test_random_rounding_takes_the_same_bits(name, device):
             assert_same_tensors(x, cast, axis, QuantContext(bits_of))
 
 
-@pytest.mark.tier("thorough")
-@pytest.mark.parametrize("before", [0.0, 1e30])
-def test_a_delayed_scale_is_taken_and_told_what_the_cast_saw(before, device, monkeypatch):
-    """Its own largest magnitude, if that is finite, and larger than what was seen before."""
-    cast, every = make_cast({"cast": "e4m3", "history": 4}), inputs(device)
-
-    def seen(x, function):
-        """After the cast of a kernel, or of plain operations."""
-        amax = torch.tensor(before, device=device)
-        function(x, QuantContext(scale=torch.tensor(0.37, device=device), seen=amax))
-        return amax
-
-    for kind in ("normal", "huge", "not finite", "transposed"):
-        x = every[kind]
-        for scale in (0.37, 2.0**20, 2.0**-120):
-            assert_same_tensors(x, cast, -1, QuantContext(scale=torch.tensor(scale, device=device)))
-        amax = x.float().abs().max()
-        expected = torch.tensor(max(before, amax.item() if amax.isfinite() else 0.0), device=device)
-        assert torch.equal(seen(x, lambda x, c: quantize(x, cast, -1, c, both=True)), expected), kind
-        assert torch.equal(seen(x, lambda x, c: emulate(x, cast, 0, BF16, c)), expected), kind
-        with monkeypatch.context() as patch:
-            patch.setenv("NARROWGAUGE_KERNELS", "0")
-            assert torch.equal(seen(x, lambda x, c: quantize(x, cast, -1, c)), expected), kind
-
-
 def test_of_many_tensors_each_is_read_once(device):
     x = inputs(device)["normal"]
     bad = x.clone()

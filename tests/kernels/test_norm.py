@@ -75,7 +75,6 @@ def test_gradients_are_those_of_double_precision(device, kind, shape, dtypes, ou
     x, delta, weight_D, bias_D = drawn(shape, device, kind, *dtypes)
     stream, y = add_norm(x, delta, weight_D, bias_D, 1e-5, kind, out_dtype)
     assert torch.equal(stream, x if delta is None else x + delta)
-    assert torch.equal(attached_amax(y), y.float().abs().max())
 
     def half_ulp(t):
         return torch.finfo(t.dtype).eps / 2
@@ -101,8 +100,6 @@ def test_gradients_are_those_of_double_precision(device, kind, shape, dtypes, ou
         assert g.dtype == leaf.dtype
         size = e.abs().amax(-1, keepdim=True) + e.abs().mean() if e.ndim > 1 else e.abs().max()
         assert ((g.double() - e).abs() <= half_ulp(g) * e.abs() + 4 * FEW * size).all()
-    if dtypes[1] == BF16:
-        assert torch.equal(attached_amax(got[1]), got[1].float().abs().max())
 
 
 @of_each_kind

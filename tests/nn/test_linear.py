@@ -3,14 +3,11 @@
 Legend: M tokens, K inputs, N outputs.
 """
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 
 from narrowgauge.formats import random_stream, round_to
 from narrowgauge.nn import Linear, convert
-from narrowgauge.nn.linear import accumulating
 from narrowgauge.quantization import Cast, QuantContext, estimator_slope, quantize_in_context
 from narrowgauge.recipes import GEMM_PLACES, Recipe, recipe
 from narrowgauge.system.errors import UserError
@@ -137,39 +134,6 @@ def test_equals_the_products_by_hand(name, case):
         rounding = 2.0**-8 if layer.bias.dtype == torch.bfloat16 else 1e-5
         slack = rounding * exact.abs() + 1e-6 * flat(dy).double().abs().sum(0)
         assert ((layer.bias.grad.double() - exact).abs() <= slack).all()
-
-
-PRODUCT_OF = {"fprop": "y", "dgrad": "dx", "wgrad": "dw"}
-
-
-@pytest.mark.parametrize("cast", ["mxfp4", "e4m3", "nvfp4-2d"])
-@pytest.mark.parametrize("place", GEMM_PLACES)
-def test_a_place_changes_its_own_product_only(place, cast):
-    layer, x, dy = make_case("ragged")
-    wide, r = run(layer, recipe("fp32"), x, dy), recipe("fp32").with_places({place: cast})
-    products, bounds = by_hand(r, flat(x), layer.weight.detach(), flat(dy), layer.bias.detach())
-    its_own = PRODUCT_OF[place.partition(".")[0]]
-    for which, result in run(layer, r, x, dy).items():
-        assert torch.equal(result, wide[which]) == (which != its_own)
-        assert ((flat(result).double() - products[which]).abs() <= bounds[which]).all()
-
-
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("shape", [(5, 7, 33), (2, 129, 96), (3, 0, 8)])
-def test_wide_linear_has_the_same_digits_by_torchs_matmul_and_by_its_own_function(shape, bias):
-    """Between micro-batches it computes by its own function, which adds gradients itself."""
-    generator = torch.Generator().manual_seed(0)
-    model = convert(torch.nn.Sequential(torch.nn.Linear(shape[-1], 57, bias=bias)), "fp32")
-    found = []
-    for inside in (False, True):
-        x = torch.randn(shape, generator=generator.manual_seed(1)).requires_grad_()
-        with accumulating(model, keeps_codes=False) if inside else nullcontext():
-            assert model[0]._is_plain(x) != inside
-            y = model(x)
-            y.backward(torch.randn(y.shape, generator=generator.manual_seed(2)))
-        found.append([y.detach(), x.grad, *(p.grad for p in model.parameters())])
-        model.zero_grad()
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 NO_INPUTS = (torch.tensor(1.0), torch.zeros(4, 63), [1.0, 2.0], None, torch.zeros(0))

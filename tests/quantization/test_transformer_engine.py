@@ -19,19 +19,14 @@ from narrowgauge.quantization import make_cast
 
 ROWS, COLUMNS = 64, 96
 DIGESTS = {
-    ("1x16", "bf16"): "5be75815e9eed1d778672d20c96be7f1",
     ("1x16", "wide"): "cc81db9e9cb859bc988c61ffef498448",
-    ("1x16", "tiny"): "af3768da9d68307efaf26ef991ff3683",
     ("1x16", "largest"): "3be032264b6c9136480be2ee9ff37770",
     ("1x16", "zeros"): "0ee0c7ac0933cd2c9de481994bf578c4",
     ("1x16", "mixed"): "dd173e58f1021f2de0953238a6531044",
-    ("16x16", "wide"): "ca53c93cd20b3aa5335c25c7241875e3",
     ("16x16", "mixed"): "52b5143b7e9422446d782eece81b0f1d",
     ("1x16 hadamard", "integers"): "f6ffa82183cb7479c24c10fbacac9aff",
-    ("1x16 mae", "wide"): "13a90c7cd8e4235bc6145402466ddcc7",
     ("1x16 mae", "mixed"): "057ca499c07d065c5cb449d8114d5870",
     ("1x16 mse", "wide"): "1e033a228f3ad33ef49559b5e5000446",
-    ("16x16 mae", "mixed"): "25e2c67dafe2c59d48235637da9318d5",
     ("16x16 mse", "wide"): "81ca1f9743e7ceaaf3b7a8ba047ee8bb",
     ("1x16 by row", "wide"): "ed892b8b338c80a6c39442a052705aa3",
     ("1x16 mae by row", "mixed"): "bc4fb9eb269ee95862334f269067669f",
@@ -51,9 +46,7 @@ def inputs():
     x = noise(0)
     exponents = (noise(1) * 20).round()
     return {
-        "bf16": x.bfloat16(),
         "wide": x * torch.exp2(exponents),
-        "tiny": x * 2.0**-120,
         "largest": x.sign() * torch.finfo(torch.float32).max,
         "zeros": torch.zeros(ROWS, COLUMNS),
         "mixed": torch.cat([x[:, :32], 0 * x[:, :32].abs(), x[:, 64:] * 2.0**-12], 1),
@@ -75,7 +68,6 @@ CASTS = {
     "1x16 hadamard": {"cast": "nvfp4", "hadamard": 16},
     "1x16 mae": {"cast": "nvfp4", "candidates": [6, 4], "choose": "mae"},
     "1x16 mse": {"cast": "nvfp4", "candidates": [6, 4], "choose": "mse"},
-    "16x16 mae": {"cast": "nvfp4-2d", "candidates": [6, 4], "choose": "mae"},
     "16x16 mse": {"cast": "nvfp4-2d", "candidates": [6, 4], "choose": "mse"},
     "1x16 by row": {"cast": "nvfp4", "tensor_scale": "row"},
     "1x16 mae by row": {"cast": "nvfp4", "tensor_scale": "row", "candidates": [6, 4], "choose": "mae"},
