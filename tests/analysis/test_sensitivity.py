@@ -2,7 +2,6 @@
 
 import json
 import math
-import shutil
 
 import pytest
 import torch
@@ -122,30 +121,17 @@ def test_the_metric_is_that_of_the_optimizer_of_the_run(run):
         torch.testing.assert_close(-p.detach(), factors[name] * g, rtol=1e-4, atol=1e-7)
 
 
-@pytest.fixture(scope="module")
-def exported(narrowgauge, run, tmp_path_factory):
-    """The trained model in a Hugging Face folder, and a function that writes it with other weights."""
-    folder = tmp_path_factory.mktemp("exported") / "model"
-    assert narrowgauge("export", run, "--to", "hf", "--out", folder).code == 0
-    weights = load_file(folder / "model.safetensors")
-
-    def write(name, changes):
-        """The folder with some weights multiplied."""
-        to = folder.with_name(name)
-        shutil.copytree(folder, to)
-        changed = {n: (w * changes[n] if n in changes else w).contiguous() for n, w in weights.items()}
-        assert set(changes) <= set(weights)
-        save_file(changed, to / "model.safetensors", metadata={"format": "pt"})
-        return to
-
-    return write
-
-
 @pytest.fixture
-def costs_in(narrowgauge, text):
-    """The JSON of `sensitivity` of a folder."""
+def costs_with(narrowgauge, run, text, tmp_path):
+    """The JSON of `sensitivity` of the model in a Hugging Face folder, with some weights multiplied."""
+    folder, file = tmp_path / "model", tmp_path / "model" / "model.safetensors"
+    assert narrowgauge("export", run, "--to", "hf", "--out", folder).code == 0
+    weights = {name: w.clone() for name, w in load_file(file).items()}
 
-    def ask(folder):
+    def ask(changes):
+        assert set(changes) <= set(weights)
+        changed = {name: (w * changes.get(name, 1)).contiguous() for name, w in weights.items()}
+        save_file(changed, file, metadata={"format": "pt"})
         words = ("--to", "mxfp4", "--data", text, "--batches", 2, "--batch-size", 4, "--sequence-length", 32)
         done = narrowgauge("sensitivity", folder, *words, "--json")
         assert done.code == 0, done.err
@@ -154,15 +140,14 @@ def costs_in(narrowgauge, text):
     return ask
 
 
-def test_the_sick_layer_is_the_worst(costs_in, exported):
+def test_the_sick_layer_is_the_worst(costs_with):
     """An outlier in one channel of a layer's input leaves the function as it is, and a narrow block without
     its other channels."""
     outlier, inverse = torch.ones(32), torch.ones(32)
     outlier[3], inverse[3] = 1000.0, 1 / 1000.0
     layer = "model.layers.1"
     changes = {f"{layer}.self_attn.{name}_proj.weight": inverse for name in "qkv"}
-    sick = exported("sick", {f"{layer}.input_layernorm.weight": outlier, **changes})
-    found = costs_in(sick)
+    found = costs_with({f"{layer}.input_layernorm.weight": outlier, **changes})
     first, second = (
         next(c for c in found["layers"] if f"{c['layer']}.{c['place']}" == n) for n in found["worst"][:2]
     )
@@ -171,7 +156,7 @@ def test_the_sick_layer_is_the_worst(costs_in, exported):
 
 
 @pytest.mark.tier("thorough")
-def test_costs_do_not_depend_on_how_a_function_is_written(costs_in, exported):
+def test_costs_do_not_depend_on_how_a_function_is_written(costs_with):
     """A tensor times 8 and the next one by 8 are the same model, also in each place of the backward pass."""
     layer = "model.layers.0"
     changes = {
@@ -180,7 +165,7 @@ def test_costs_do_not_depend_on_how_a_function_is_written(costs_in, exported):
         f"{layer}.input_layernorm.weight": 4.0,
         **{f"{layer}.self_attn.{name}_proj.weight": 1 / 4 for name in "qkv"},
     }
-    plain, scaled = (costs_in(exported(*of))["layers"] for of in (("plain", {}), ("scaled", changes)))
+    plain, scaled = (costs_with(of)["layers"] for of in ({}, changes))
     for one, other in zip(plain, scaled, strict=True):
         assert (one["layer"], one["place"]) == (other["layer"], other["place"])
         assert other["cost"] == pytest.approx(one["cost"], rel=1e-3, abs=1e-6), one

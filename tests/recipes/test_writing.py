@@ -214,9 +214,3 @@ def test_the_line_in_the_header_writes_the_same_file(line, tmp_path, monkeypatch
     (said,) = re.findall(r"^# Written by: narrowgauge (.*)$", first, re.MULTILINE)
     main(said.split())
     assert capsys.readouterr().out == first
-
-
-@pytest.mark.parametrize("target", TARGETS)
-def test_the_header_says_which_recipe_and_which_version(target):
-    text = write_recipe(recipe(BASE[target]), target, blocks=8)
-    assert text.startswith(f"# Recipe {BASE[target]} of narrowgauge {ng.__version__}, for")

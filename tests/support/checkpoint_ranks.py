@@ -9,7 +9,7 @@ import os
 import resource
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -118,24 +118,17 @@ def here() -> tuple[int, int, dist.ProcessGroup | None]:
     return (0, 1, None) if is_alone else (dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
 
 
-def limit_files(small_files_on: int | None, largest_file: int) -> None:
-    """A disk that is full for one rank: no file may be larger."""
-    if small_files_on == here()[0]:
+def limit_files(full: Sequence[int]) -> None:
+    """A disk that is full for (rank, bytes): no file of that rank may be larger."""
+    if full and full[0] == here()[0]:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, resource.RLIM_INFINITY))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (full[1], resource.RLIM_INFINITY))
 
 
-def save(
-    path: str,
-    steps: list[int],
-    poison: int = -1,
-    hole: bool = False,
-    small_files_on: int | None = None,
-    largest_file: int = 0,
-) -> list[str]:
+def save(path: str, steps: list[int], poison: int = -1, hole=False, full: Sequence[int] = ()) -> list[str]:
     """Save some steps; one rank may have a poisoned tensor, or lack a part of another."""
     rank, ranks, group = here()
-    limit_files(small_files_on, largest_file)
+    limit_files(full)
     names = []
     for step in steps:
         local_tensors = local_tensors_of(tensors_of(step), rank, ranks)
@@ -169,12 +162,7 @@ def restore(path: str) -> dict:
 
 
 def in_background(
-    path: str,
-    steps: list[int],
-    delay: float = 0.0,
-    kill: bool = False,
-    small_files_on: int | None = None,
-    largest_file: int = 0,
+    path: str, steps: list[int], delay: float = 0.0, kill: bool = False, full: Sequence[int] = ()
 ) -> dict:
     """Save steps in the background, spoiling every tensor and the state as soon as each call returns."""
     if delay:
@@ -188,7 +176,7 @@ def in_background(
     rank, ranks, _ = here()
     said, published = [], []
     saver = AsyncSaver()
-    limit_files(small_files_on, largest_file)
+    limit_files(full)
     local_tensors = local_tensors_of(tensors_of(0), rank, ranks)
     state = state_of(0)
 

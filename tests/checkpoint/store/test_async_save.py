@@ -35,8 +35,8 @@ def test_a_slow_disk_does_not_hold_the_step_and_a_second_save_waits(tmp_path, on
 
 
 def test_async_save_reports_a_failure_to_all_ranks_at_the_next_call_and_recovers(tmp_path, on_ranks):
-    full = {"small_files_on": 1, "largest_file": 500}  # every save fails, in the writer's thread of rank 1
-    world = on_ranks(2, "in_background", tmp_path, steps=[1, 2, 3], **full)
+    full = (1, 500)  # every save fails, in the writer's thread of rank 1
+    world = on_ranks(2, "in_background", tmp_path, steps=[1, 2, 3], full=full)
     assert world.codes == [0, 0]
     for said in world.said:
         first, second, third, end = said["said"]

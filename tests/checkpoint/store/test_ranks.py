@@ -55,8 +55,7 @@ def test_a_pickle_in_place_of_a_ranks_file_is_not_executed_and_sends_all_to_the_
 
 # Failing saves
 
-FULL = {"small_files_on": 1, "largest_file": 1000}
-FIRST = {"small_files_on": 0, "largest_file": 5000}
+FULL, FIRST = {"full": (1, 1000)}, {"full": (0, 5000)}
 NO_SLICE = r"^UserError: tensor 'columns.torch.bfloat16' of 'model' cannot .*: no slice holds"
 #: What is wrong with a save, on how many ranks, and the words that all of them say.
 FAILURES = [

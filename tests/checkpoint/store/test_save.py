@@ -96,7 +96,7 @@ def test_a_full_disk_keeps_the_old_checkpoint_removes_the_draft_and_says_so(tmp_
     assert on_ranks(1, "save", tmp_path, steps=[1]).codes == [0]
     sizes = sorted(file.stat().st_size for file in (tmp_path / "step-1").iterdir())
     for largest in (0, 10, *(size - 1 for size in sizes)):  # the last byte of each file has no room
-        ended = on_ranks(1, "save", tmp_path, steps=[2], small_files_on=0, largest_file=largest)
+        ended = on_ranks(1, "save", tmp_path, steps=[2], full=(0, largest))
         assert ended.codes == [1]
         assert ended.one.startswith("SaveError: step 2 could not be saved under ")
         assert re.search(r"\[Errno 27\] File too large: '/.*/step-2\..*\.(safetensors|json)'\)", ended.one)
