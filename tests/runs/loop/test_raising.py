@@ -51,8 +51,7 @@ def test_the_place_that_broke_is_widened_written_down_as_a_rule_and_the_run_goes
     assert (event["from"], event["to"]) == ("e4m3", "bf16")
     assert event["step"] <= FAULT - 1
     assert (event["step"] - 1) % 4 == 0, "the step after a checkpoint"
-    assert not ran.events("rollback")
-    assert not ran.events("skip")
+    assert ran.events("rollback") == ran.events("skip") == []
     assert ran.column("step") == list(range(1, 41)), "each step once, in order"
     loss = ran.column("loss")
     assert max(loss[FAULT:]) < 1.2 * max(loss[FAULT - 8 : FAULT - 1]), "no trace of the spike"
@@ -64,10 +63,8 @@ def test_the_place_that_broke_is_widened_written_down_as_a_rule_and_the_run_goes
     assert {place: cast.name for place, cast in rule.casts.items()} == {"fprop.x": "bf16", "wgrad.x": "bf16"}
 
     model = open_run(raised, "cpu").model
-    for name in LAYERS:
-        casts = model.get_submodule(name).spec.casts
-        assert casts["fprop.x"].name == ("bf16" if name in event["layers"] else "e4m3")
-        assert casts["fprop.w"].name == "e4m3"
+    wide = [name for name in LAYERS if model.get_submodule(name).spec.casts["fprop.x"].name == "bf16"]
+    assert sorted(wide) == sorted(event["layers"])
 
 
 @pytest.mark.tier("thorough")

@@ -28,19 +28,6 @@ def test_a_default_given_as_text_is_the_default():
         assert to_toml(make_config(values)) == expected, key
 
 
-def test_a_key_says_what_it_takes_and_its_default():
-    keys = config_keys()
-    for name, takes, default in [
-        ("training.compile", "true|false", "false"),
-        ("optimizer.betas", "X,X", "0.9,0.95"),
-        ("model.dim", "N", ""),  # as the named model has it
-        ("recipe.fprop.x", "CAST", ""),
-        ("log.sinks", "tensorboard|wandb|trackio,...", ""),
-    ]:
-        assert (keys[name].takes, keys[name].default) == (takes, default), name
-        assert str(keys[name]).endswith(f"({default})") == bool(default), name
-
-
 @pytest.mark.parametrize(
     ("values", "words"),
     [

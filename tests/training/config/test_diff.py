@@ -67,15 +67,6 @@ def test_a_change_that_is_let_through_is_told_and_from_then_on_the_runs_own(path
 
 
 @pytest.mark.tier("thorough")  # whole runs
-def test_checkpoints_of_the_old_values_stay_the_runs_own(path, again, look):
-    again({"training.seed": 3, "training.steps": 7}, "training.seed", "training.steps")
-    interrupted(path)
-    (path / "checkpoints" / "step-7" / "state.json").write_text("{}")
-    again({"training.seed": 3, "training.steps": 7})
-    assert look(path).events("resume")[-1]["step"] == 6
-
-
-@pytest.mark.tier("thorough")  # whole runs
 def test_the_order_of_the_data_and_the_count_of_tokens_go_on_under_other_sizes(path, again, look):
     sizes = {"training.batch_size": 4, "data.sequence_length": 16, "training.steps": 8, "checkpoint.every": 7}
     again(sizes, "training.batch_size", "data.sequence_length", "training.steps")

@@ -22,33 +22,25 @@ WINDOW = {
 
 
 @pytest.fixture(scope="session")
-def monotone(tmp_path_factory):
-    """Text that is soon memorized, and in the middle of it some that cannot be predicted."""
+def spiky(tmp_path_factory):
+    """A run on text that is soon memorized, and in the middle of it some that cannot be predicted."""
     folder, rng = tmp_path_factory.mktemp("monotone"), random.Random(0)
     for i in range(24):
         # equal files would be on one side of the split
         (folder / f"{i:02}.txt").write_text("steam " * (50 + i))
     strange = "".join(rng.choice("QZXJ%&#@0123456789KVBWY") for _ in range(40))
     (folder / "11.txt").write_text("steam " * 30 + strange + " steam" * 20)
-    return str(folder)
-
-
-@pytest.fixture
-def spiky(monotone):
-    def changes(spike, **more):
-        return WINDOW | {"data.source": monotone, "guard.spike": spike} | more
-
-    return changes
+    return lambda **more: WINDOW | {"data.source": str(folder), "guard.spike": "rollback"} | more
 
 
 @pytest.mark.tier("thorough")  # whole runs
 def test_a_rollback_goes_on_with_other_data_and_without_a_checkpoint_is_a_skip(trained, train, spiky, look):
-    skipped = look(train("none", spiky("rollback", **{"checkpoint.every": 1000})))
+    skipped = look(train("none", spiky(**{"checkpoint.every": 1000})))
     assert not skipped.events("rollback")
     skip = skipped.events("skip")[0]
     assert "there is no checkpoint to go back to" in skip["reason"]
     assert "first_bad" not in skip, "nothing in it is bad"
-    run, spike = look(trained(spiky("rollback"))), skip["step"]
+    run, spike = look(trained(spiky())), skip["step"]
     back = run.events("rollback")
     assert back[0]["from_step"] == spike, "the first decision is the same"
     assert back[0]["step"] == (spike - 1) // 4 * 4, "the newest checkpoint before it"
@@ -68,7 +60,7 @@ class Killed(BaseException):
 
 @pytest.mark.tier("thorough")  # whole runs
 def test_killed_between_a_rollback_and_the_next_save(spiky, look, train, trained, monkeypatch, tmp_path):
-    changes = spiky("rollback")
+    changes = spiky()
     expected, killed, take = look(trained(changes)), look(tmp_path / "killed"), Trainer.train_step
 
     def train_step(trainer, *arguments):
