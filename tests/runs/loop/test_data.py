@@ -5,7 +5,7 @@ import pytest
 
 from narrowgauge.system.errors import UserError
 from narrowgauge.trainer.data import prepare, write_megatron, write_token_file
-from narrowgauge.trainer.runs.loop.check_data import check_vocabulary
+from narrowgauge.trainer.runs.loop.resolve import check_vocabulary
 from narrowgauge.trainer.training import make_config
 from support.fault_table import case
 from support.runs import interrupted

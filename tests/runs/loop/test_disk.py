@@ -15,7 +15,7 @@ import torch
 from narrowgauge.system.errors import UserError
 from narrowgauge.system.json_lines import read_jsonl
 from narrowgauge.trainer.checkpoint import SaveError, steps
-from narrowgauge.trainer.runs.loop.run_writer import RunWriter
+from narrowgauge.trainer.runs.run_directory import RunWriter
 from narrowgauge.trainer.training import make_config
 from narrowgauge.trainer.training.step.trainer import Trainer
 from support.fault_table import case

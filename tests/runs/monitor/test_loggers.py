@@ -5,8 +5,8 @@ import json
 import pytest
 
 from narrowgauge.system.errors import UserError
-from narrowgauge.trainer.runs.loop.run_writer import RunWriter
 from narrowgauge.trainer.runs.monitor.loggers import SINKS, Loggers, is_installed, require_sinks
+from narrowgauge.trainer.runs.run_directory import RunWriter
 from support.runs import interrupted
 
 SMALL = {"gauges.every": 3, "training.steps": 6, "checkpoint.every": 2}

@@ -111,15 +111,12 @@ def parse_variant(text: str, short: Mapping[str, str]) -> Variant:
 
 
 def make_runs(values: Values, variants: Sequence[Variant], seeds: Seeds = None) -> list[ArmRun]:
-    """List the runs of a comparison: all variants with the first seed, then with the next.
+    """List the runs of a comparison in their order: all variants with the first seed, then with the next.
 
     Args:
         values: the shared values.
         variants: the variants; if empty, the shared values are the only one, named after their recipe.
         seeds: their number, counted from the seed of the configuration, or which; None for that one.
-
-    Returns:
-        The runs in the order of execution.
     """
     base = make_config(values)
     base_seed = base.training.seed

@@ -61,7 +61,7 @@ from narrowgauge.trainer.report.read.stored import (
 from narrowgauge.trainer.report.verdict.expected import expectations
 from narrowgauge.trainer.report.verdict.verdict import rows_text
 from narrowgauge.trainer.runs import choose_device
-from narrowgauge.trainer.runs.loop.check_data import check_data
+from narrowgauge.trainer.runs.loop.resolve import check_data
 from narrowgauge.trainer.runs.monitor.arithmetic import NO_CHOICE, Arithmetic, AttentionShape, threads_of
 from narrowgauge.trainer.runs.monitor.yardstick import seconds
 from narrowgauge.trainer.runs.run_directory import PROBE, RunDirectory

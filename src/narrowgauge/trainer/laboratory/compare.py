@@ -216,7 +216,7 @@ def run_comparison(
     from narrowgauge.trainer.experiment.run import plan_of, run_experiment
     from narrowgauge.trainer.laboratory.watch import watched_by_another
     from narrowgauge.trainer.report.page.subject import compared, read_begun
-    from narrowgauge.trainer.runs.monitor.provenance import command_line
+    from narrowgauge.trainer.runs.loop.run_context import command_line
 
     rank = _require_ready(experiment, out)
     shown = Console(quiet=True) if rank else console
@@ -229,7 +229,7 @@ def run_comparison(
 def _require_ready(experiment: Experiment, out: Path) -> int:
     """Refuse, before the first run starts, what would fail in a later one; returns this process's rank."""
     from narrowgauge.trainer.experiment.jobs import state_of
-    from narrowgauge.trainer.runs.loop.check_data import check_vocabulary
+    from narrowgauge.trainer.runs.loop.resolve import check_vocabulary
 
     world = distributed.world_from(os.environ, 0)
     for run in experiment.runs:

@@ -186,10 +186,8 @@ def finite(steps: Sequence[Step], name: str) -> list[float]:
 
 
 def warmup_spikes(steps: Sequence[Step]) -> list[float]:
-    """The spikes among the gradient norms of a run while its learning rate rises (`guard.warmup`).
-
-    Returns:
-        Each as a multiple of the median before it.
+    """The spikes among the gradient norms of a run while its learning rate rises (`guard.warmup`), each as a
+    multiple of the median before it.
     """
     peak = max((step.lr for step in steps if math.isfinite(step.lr)), default=math.inf)
     norms: list[float] = []

@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from narrowgauge.system.errors import UserError
 from narrowgauge.trainer.checkpoint import AsyncSaver, SaveError
 from narrowgauge.trainer.distributed import NEVER, START, Coordinator
-from narrowgauge.trainer.runs.loop.run_writer import RunWriter
+from narrowgauge.trainer.runs.run_directory import RunWriter
 from narrowgauge.trainer.training.step.trainer import Trainer
 
 MAX_FAILURES = 3  # after three failed saves the disk is unlikely to be emptied

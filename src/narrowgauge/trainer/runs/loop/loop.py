@@ -27,10 +27,9 @@ from narrowgauge.trainer.data import Loader
 from narrowgauge.trainer.distributed import START
 from narrowgauge.trainer.models import Transformer, generate
 from narrowgauge.trainer.runs.loop.recovery import record_raises, recover
-from narrowgauge.trainer.runs.loop.run_context import RunContext
+from narrowgauge.trainer.runs.loop.run_context import RunContext, now, provenance
 from narrowgauge.trainer.runs.loop.validation import validation_loss
 from narrowgauge.trainer.runs.monitor import hardware
-from narrowgauge.trainer.runs.monitor.provenance import now, provenance
 from narrowgauge.trainer.runs.use.trained_model import held_out_batches, open_run
 from narrowgauge.trainer.simulate import MemoryTracker
 from narrowgauge.trainer.training.config.config import Config

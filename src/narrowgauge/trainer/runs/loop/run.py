@@ -17,19 +17,17 @@ from narrowgauge.system.signals import Preempted, Requests, StoppedEarly, stop_r
 from narrowgauge.trainer.checkpoint import lock_run
 from narrowgauge.trainer.data import Dataset
 from narrowgauge.trainer.distributed import Coordinator, StoppedByPeer, init_process_group
-from narrowgauge.trainer.runs.loop.check_data import open_checked_data
 from narrowgauge.trainer.runs.loop.checkpointing import Checkpointer
 from narrowgauge.trainer.runs.loop.loop import OutOfMemory, finish, start_or_resume, train
-from narrowgauge.trainer.runs.loop.resolve import Run, resolve
+from narrowgauge.trainer.runs.loop.resolve import Run, open_checked_data, resolve
 from narrowgauge.trainer.runs.loop.run_context import RunContext
-from narrowgauge.trainer.runs.loop.run_writer import NullRunWriter, RunWriter
 from narrowgauge.trainer.runs.monitor import hardware
 from narrowgauge.trainer.runs.monitor.arithmetic import AttentionShape, choose_arithmetic
 from narrowgauge.trainer.runs.monitor.loggers import Loggers
 from narrowgauge.trainer.runs.monitor.memory_check import out_of_memory_message
 from narrowgauge.trainer.runs.monitor.profiler import Profile
 from narrowgauge.trainer.runs.monitor.progress import Display
-from narrowgauge.trainer.runs.run_directory import RunDirectory, claim_together
+from narrowgauge.trainer.runs.run_directory import NullRunWriter, RunDirectory, RunWriter, claim_together
 from narrowgauge.trainer.training.config.config import Config
 from narrowgauge.trainer.training.config.diff import ConfigDiff, check_keys
 

@@ -1,7 +1,15 @@
-"""The objects of a run that stay the same from the first step to the last."""
+"""The objects of a run that stay the same from its first step to its last; and its origin: when, where, with
+which version and command line.
+"""
 
+import platform
+import shlex
+import sys
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import cached_property
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,11 +20,11 @@ from narrowgauge.trainer.distributed import Coordinator
 from narrowgauge.trainer.models import count_parameters, flops_per_token
 from narrowgauge.trainer.runs.loop.checkpointing import Checkpointer
 from narrowgauge.trainer.runs.loop.resolve import Run
-from narrowgauge.trainer.runs.loop.run_writer import RunWriter
 from narrowgauge.trainer.runs.monitor import hardware, yardstick
 from narrowgauge.trainer.runs.monitor.arithmetic import NO_CHOICE, Arithmetic
 from narrowgauge.trainer.runs.monitor.profiler import Profile
 from narrowgauge.trainer.runs.monitor.progress import Display
+from narrowgauge.trainer.runs.run_directory import RunWriter
 
 
 @dataclass(frozen=True)
@@ -56,3 +64,24 @@ class RunContext:
             "peak_source": peak.source,
             "corpus": self.dataset.digest,
         }
+
+
+def now() -> str:
+    """The time in UTC to the second, such as 2026-11-22T07:30:00+00:00."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def command_line() -> str:
+    """The command line of this process as one would type it, or that of a script with a custom loop."""
+    program, *words = sys.argv or [""]
+    name = "narrowgauge" if Path(program).name in ("__main__.py", "-m") else Path(program).name
+    return shlex.join([name, *words])
+
+
+def provenance() -> dict[str, str]:
+    """The facts about a run's origin in its start and resume events."""
+    try:
+        installed = version("narrowgauge")
+    except PackageNotFoundError:  # imported from source without being installed
+        installed = "from source"
+    return {"time": now(), "host": platform.node(), "version": installed, "command": command_line()}

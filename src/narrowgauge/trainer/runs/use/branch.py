@@ -29,16 +29,14 @@ OFFLOAD = "offload"  # the only key over a recipe that affects where values are 
 
 
 def branch_run(trunk: Path, step: int | None, config: Config, out: Path) -> int:
-    """Make the run directory `out`, which continues from a checkpoint of `trunk` under `config`.
+    """Make the run directory `out`, which continues from a checkpoint of `trunk` under `config`; returns the
+    step at which it begins.
 
     Args:
         trunk: A run directory.
         step: The step of its checkpoint; None for the newest.
         config: The configuration of the branch, with the trunk's model and data.
         out: The new run directory, which must not exist.
-
-    Returns:
-        The step at which the branch begins.
     """
     old = RunDirectory(trunk)
     before = old.config(own_recipe=True)

@@ -214,16 +214,14 @@ def format_of(folder: Path) -> str:
 
 
 def import_model(path: Path, out: Path, tokenizer: Path | None = None, source: str = "stdlib") -> Path:
-    """Make a run directory at step 0 from a model of another program.
+    """Make a run directory at step 0 from a model of another program; its recipe is fp32, so the weights are
+    unchanged. Returns the directory.
 
     Args:
         path: a Hugging Face folder, a folder that `export` made, or a file of llm.c or GGUF.
         out: the new run directory, which must not exist.
         tokenizer: a tokenizer.json, or a folder with one; None for the model's tokenizer, if it has one.
         source: the default text for evaluation.
-
-    Returns:
-        The run directory. Its recipe is fp32, so the weights are unchanged.
     """
     model = read_external_model(path)
     config = imported_config(model, source)
