@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
 from narrowgauge.trainer.runs import run
@@ -20,6 +21,15 @@ def run_here(values: Mapping[str, Any], path: Path, said: io.StringIO | None = N
         return run(values, path, Console(file=said or io.StringIO(), width=500), **options)
     finally:
         NO_CHOICE.choose()  # the arithmetic of a run holds for its process
+
+
+def bits(trainer: Trainer) -> dict[str, bytes]:
+    """The bytes of each tensor of a trainer's state, by group and name."""
+    return {
+        f"{group} {name}": tensor.detach().clone().reshape(-1).view(torch.uint8).numpy().tobytes()
+        for group, named in trainer.tensors().items()
+        for name, tensor in named.items()
+    }
 
 
 @pytest.fixture
