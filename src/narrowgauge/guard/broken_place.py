@@ -38,18 +38,12 @@ Key = tuple[str, str]  # layer, place
 
 @dataclass(frozen=True)
 class BrokenPlace:
-    """The place that broke.
-
-    Attributes:
-        place: The place.
-        layers: The layers in which it broke, in the order of the model.
-        cast: The name of its cast there.
-        lost: The share that the cast lost in the worst layer; None for a place with a NaN or an infinity.
-    """
+    """The place that broke."""
 
     place: str
-    layers: tuple[str, ...]
-    cast: str
+    layers: tuple[str, ...]  # the layers in which it broke, in the order of the model
+    cast: str  # the name of its cast there
+    #: The share that the cast lost in the worst layer; None for a place with a NaN or an infinity
     lost: float | None
 
     def __str__(self) -> str:

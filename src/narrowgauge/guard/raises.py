@@ -17,23 +17,14 @@ from narrowgauge.system.toml_text import toml_value
 
 @dataclass(frozen=True)
 class Raise:
-    """A place that the guard has widened.
+    """A place that the guard has widened."""
 
-    Attributes:
-        place: The place whose gauges broke; `widening` determines what is widened with it.
-        layers: The names of the layers.
-        before: The name of the cast that broke.
-        to: The name of its new cast.
-        from_step: The first optimizer step in which it holds.
-        reason: The observation, in words.
-    """
-
-    place: str
-    layers: tuple[str, ...]
-    before: str
-    to: str
-    from_step: int
-    reason: str = ""
+    place: str  # the place whose gauges broke; `widening` determines what is widened with it
+    layers: tuple[str, ...]  # the names of the layers
+    before: str  # the name of the cast that broke
+    to: str  # the name of its new cast
+    from_step: int  # the first optimizer step in which it holds
+    reason: str = ""  # the observation, in words
 
     def rule(self, recipe: Recipe) -> Rule:
         """The corresponding rule."""

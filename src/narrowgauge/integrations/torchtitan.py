@@ -38,17 +38,11 @@ OPTIMIZER = "narrowgauge.integrations.torchtitan.narrow_optimizer"
 
 @dataclass(frozen=True)
 class LayerRecipe:
-    """The result of `narrowgauge.convert` for a layer.
+    """The result of `narrowgauge.convert` for a layer."""
 
-    Attributes:
-        recipe: The layer's recipe.
-        model_recipe: The model's recipe.
-        index: The layer's number, which selects its random streams.
-    """
-
-    recipe: Recipe
-    model_recipe: Recipe
-    index: int
+    recipe: Recipe  # the layer's recipe
+    model_recipe: Recipe  # the model's recipe
+    index: int  # the layer's number, which selects its random streams
 
     def to_dict(self) -> dict[str, Any]:
         """The entry in torchtitan's printed configuration."""

@@ -18,13 +18,9 @@ def total(x: Tensor, delta: Tensor | None) -> Tensor:
 
 
 class Residual(nn.Module):
-    """One point of the residual stream.
+    """One point of the residual stream."""
 
-    Attributes:
-        dtype: The dtype of the stream after this point; None for that of the sum.
-    """
-
-    dtype: torch.dtype | None = None
+    dtype: torch.dtype | None = None  # the dtype of the stream after this point; None for that of the sum
 
     def is_plain(self, dtype: torch.dtype) -> bool:
         """Whether the sum with an addend of this dtype is torch's, so that a norm may compute it."""

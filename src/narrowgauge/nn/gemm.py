@@ -74,25 +74,18 @@ class Operand(NamedTuple):
     TILES     uint8, packed and padded      of blocks, in tiles (`tiled`)    `outer`
 
     VALUES and ROWS are emulated, CODES and TILES native. The values are elements * scale + rest.
-
-    Attributes:
-        elements: The elements.
-        scale: Their scale; of native forms uint8 codes if the format of scales has 8 bits, else float32.
-        rest: bf16, the clamped remainder to add back; None for none.
-        outer: 0-dim float32, the scale of the tensor.
-        form: The form.
-        cast: The cast of a native operand; fp32 for an emulated one, whose elements are values already.
-        rows: The rows of TILES without padding.
-        other: The same operand contracted along the other axis, if it was written twice.
     """
 
     elements: torch.Tensor
+    #: Their scale; of native forms uint8 codes if the format of scales has 8 bits, else float32
     scale: torch.Tensor | None = None
-    rest: torch.Tensor | None = None
-    outer: torch.Tensor | None = None
+    rest: torch.Tensor | None = None  # bf16, the clamped remainder to add back; None for none
+    outer: torch.Tensor | None = None  # 0-dim float32, the scale of the tensor
     form: str = VALUES
+    #: The cast of a native operand; fp32 for an emulated one, whose elements are values already
     cast: Cast = named_cast("fp32")
-    rows: int = 0
+    rows: int = 0  # the rows of TILES without padding
+    #: The same operand contracted along the other axis, if it was written twice
     other: "Operand | None" = None
 
     def values(self) -> torch.Tensor:

@@ -17,25 +17,15 @@ def evenly(t: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """A matrix, and the operand that a GEMM sees.
+    """A matrix, and the operand that a GEMM sees."""
 
-    Attributes:
-        place: The place in the recipe, such as "fprop.x".
-        x: The matrix as it came, in high precision.
-        operand: The GEMM's operand.
-        scale: A 0-dim float32 scale that belongs to the operand, or None for 1.
-        cast: The cast of the place.
-        axis: The axis that the GEMM contracts.
-        context: The context under which the cast was applied.
-    """
-
-    place: str
-    x: torch.Tensor
-    operand: torch.Tensor
-    scale: torch.Tensor | None
-    cast: Cast
-    axis: int
-    context: QuantContext
+    place: str  # the place in the recipe, such as "fprop.x"
+    x: torch.Tensor  # the matrix as it came, in high precision
+    operand: torch.Tensor  # the GEMM's operand
+    scale: torch.Tensor | None  # a 0-dim float32 scale that belongs to the operand, or None for 1
+    cast: Cast  # of the place
+    axis: int  # the axis that the GEMM contracts
+    context: QuantContext  # the context under which the cast was applied
 
     @property
     def seen(self) -> torch.Tensor:

@@ -21,17 +21,11 @@ Exchange = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class EqualShare:
-    """One of `count` equal shares of what several processes hold: of each sequence's tokens, or of all heads.
-
-    Attributes:
-        index: The index of the share.
-        count: The number of shares.
-        groups: The process groups that hold the other shares.
-    """
+    """One of `count` equal shares of what processes hold: of each sequence's tokens, or of all heads."""
 
     index: int = 0
     count: int = 1
-    groups: tuple[dist.ProcessGroup, ...] = ()
+    groups: tuple[dist.ProcessGroup, ...] = ()  # the process groups that hold the other shares
 
     def axis(self, samples: int, local: int) -> ShardAxis:
         """The axis of the tokens of `samples` concatenated sequences; `local` of each are on this rank."""
@@ -60,25 +54,16 @@ class PooledSequences:
 
 @dataclass(frozen=True)
 class LinearShards:
-    """The sharding of one layer; None for a dimension that is not sharded.
+    """The sharding of one layer; None for a dimension that is not sharded."""
 
-    Attributes:
-        pool: The sequences whose tokens the layer computes, if not this process's sequences.
-        tokens: The shard of the tokens.
-        inputs: The shard of the weight's columns.
-        outputs: The shard of the weight's rows.
-        before: Computes the input of the matmuls from the layer's input.
-        after: Computes the layer's output, still without bias, from the matmul's result.
-        is_whole: Whether this process computes the layer alone.
-    """
-
-    tokens: EqualShare | None = None
-    inputs: ShardAxis | None = None
-    outputs: ShardAxis | None = None
-    before: Exchange | None = None
-    after: Exchange | None = None
+    tokens: EqualShare | None = None  # the shard of the tokens
+    inputs: ShardAxis | None = None  # the shard of the weight's columns
+    outputs: ShardAxis | None = None  # the shard of the weight's rows
+    before: Exchange | None = None  # computes the input of the matmuls from the layer's input
+    after: Exchange | None = None  # computes the layer's output, still without bias, from the matmul's result
+    #: The sequences whose tokens the layer computes, if not this process's sequences
     pool: PooledSequences | None = None
-    is_whole: bool = field(init=False, compare=False)
+    is_whole: bool = field(init=False, compare=False)  # whether this process computes the layer alone
 
     def __post_init__(self) -> None:
         parts = (self.tokens, self.inputs, self.outputs, self.before, self.after, self.pool)

@@ -43,19 +43,14 @@ def stream_ids(layer: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepState:
-    """The values that a step fixes for a layer.
+    """The values that a step fixes for a layer."""
 
-    Attributes:
-        keys: int32 [10, 2], the keys of the step's random streams (`stream_ids`); None if no cast is random.
-        first_sample: The index in the global batch of the first sequence of this pass.
-        histories: The state of places from earlier steps, such as amax histories.
-        is_training: Whether a backward pass will follow, so that histories are updated.
-    """
-
+    #: int32 [10, 2], the keys of the step's random streams (`stream_ids`); None if no cast is random
     keys: torch.Tensor | None = None
-    first_sample: int | torch.Tensor = 0
+    first_sample: int | torch.Tensor = 0  # the index in the global batch of the first sequence of this pass
+    #: The state of places from earlier steps, such as amax histories
     histories: Mapping[str, History] = field(default_factory=dict)
-    is_training: bool = False
+    is_training: bool = False  # whether a backward pass will follow, so that histories are updated
 
     def operand_stream(self, place: str, elements_per_sample: int) -> RandomStream:
         """The random bits of an operand; a weight's bits are the same in every part of the batch."""

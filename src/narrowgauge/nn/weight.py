@@ -155,19 +155,13 @@ class GatheredWeight(Proxy):
 
 @dataclass(slots=True, eq=False)
 class Accumulation:
-    """The work that a layer may save between the first and last micro-batch of a step.
+    """The work that a layer may save between the first and last micro-batch of a step."""
 
-    Attributes:
-        parameter: The weight whose existing gradient a backward pass adds to; None leaves it to autograd.
-        keeps_codes: Whether the codes of the weight are kept from one micro-batch to the next.
-        keeps_both: Whether the operands of a small weight are kept along both axes.
-        kept: The operands that were kept.
-    """
-
+    #: The weight whose existing gradient a backward pass adds to; None leaves it to autograd
     parameter: torch.Tensor | None
-    keeps_codes: bool
-    keeps_both: bool = False
-    kept: dict[Any, Any] = field(default_factory=dict)
+    keeps_codes: bool  # whether the codes of the weight are kept from one micro-batch to the next
+    keeps_both: bool = False  # whether the operands of a small weight are kept along both axes
+    kept: dict[Any, Any] = field(default_factory=dict)  # the operands that were kept
 
     def add(self, dw: torch.Tensor, transposed: bool, factor: torch.Tensor | None = None) -> bool:
         """Add to the existing gradient in one pass; False leaves it to autograd. `factor` is 0-dim.
@@ -228,16 +222,11 @@ class Accumulation:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WeightUse:
-    """The weight in one pass of a layer: the source of its values, and the destination of its gradient.
+    """The weight in one pass of a layer: the source of its values, and the destination of its gradient."""
 
-    Attributes:
-        transposed: Whether the weight is stored (K, N).
-        record: The record of a weight that is not sharded; None for a plain weight.
-        accumulation: The work shared by the micro-batches of a step; None outside `accumulating`.
-    """
-
-    transposed: bool = False
-    record: ParamState | None = None
+    transposed: bool = False  # whether the weight is stored (K, N)
+    record: ParamState | None = None  # the record of a weight that is not sharded; None for a plain weight
+    #: The work shared by the micro-batches of a step; None outside `accumulating`
     accumulation: Accumulation | None = None
 
     @property

@@ -13,20 +13,13 @@ Tensors = list[torch.Tensor]
 
 @dataclass(frozen=True)
 class UpdateBatch:
-    """Float32 tensors of some parameters; local shards if processes share a parameter.
+    """Float32 tensors of some parameters; local shards if processes share a parameter."""
 
-    Attributes:
-        w: The weights, updated in place.
-        g: Their gradients.
-        moments: The moments by place ("m", "v"), updated in place.
-        steps: The steps taken by each parameter, 0-dim float32; incremented in place.
-        shards: The position of each local tensor in the full one; None for a full tensor.
-    """
-
-    w: Tensors
-    g: Tensors
-    moments: Mapping[str, Tensors]
-    steps: Tensors
+    w: Tensors  # the weights, updated in place
+    g: Tensors  # their gradients
+    moments: Mapping[str, Tensors]  # the moments by place ("m", "v"), updated in place
+    steps: Tensors  # the steps taken by each parameter, 0-dim float32; incremented in place
+    #: The position of each local tensor in the full one; None for a full tensor
     shards: list[TensorShard | None]
 
 

@@ -23,25 +23,16 @@ CHUNK = 2**25  # elements
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """A grid of blocks on a tensor.
+    """A grid of blocks on a tensor."""
 
-    Attributes:
-        shape: The shape of the tensor.
-        size: The extent of a block along each dimension.
-        grid: The number of blocks along each dimension.
-        inner: The dimensions of a split tensor that lie inside a block.
-        aligned: The shape of a tensor with one entry per block that broadcasts over a split tensor.
-        is_ragged: Whether the last block of some dimension is padded.
-        is_one: Whether there is one block.
-    """
-
-    shape: tuple[int, ...]
-    size: tuple[int, ...]
-    grid: tuple[int, ...]
-    inner: tuple[int, ...]
+    shape: tuple[int, ...]  # of the tensor
+    size: tuple[int, ...]  # the extent of a block along each dimension
+    grid: tuple[int, ...]  # the number of blocks along each dimension
+    inner: tuple[int, ...]  # the dimensions of a split tensor that lie inside a block
+    #: The shape of a tensor with one entry per block that broadcasts over a split tensor
     aligned: tuple[int, ...]
-    is_ragged: bool
-    is_one: bool
+    is_ragged: bool  # whether the last block of some dimension is padded
+    is_one: bool  # whether there is one block
 
     @classmethod
     def of(cls, shape: Sequence[int], size: Sequence[int]) -> "Blocks":

@@ -72,19 +72,12 @@ _ESTIMATOR = _LAYER | _FUSED | C.NATIVE | C.TOKENWISE | C.MEMORYLESS | C.SAME_LA
 
 
 class Key(NamedTuple):
-    """The declaration of a key.
+    """The declaration of a key."""
 
-    Attributes:
-        consumers: What supports it.
-        among: The names that it takes; () for a key without a fixed list.
-        word: What errors call it; "" for its name.
-        kind: The types of its value in a recipe's table; () for a key that only named casts have.
-    """
-
-    consumers: Consumer
-    among: tuple[str | None, ...] = ()
-    word: str = ""
-    kind: Any = None
+    consumers: Consumer  # what supports it
+    among: tuple[str | None, ...] = ()  # the names that it takes; () for a key without a fixed list
+    word: str = ""  # what errors call it; "" for its name
+    kind: Any = None  # the types of its value in a recipe's table; () for a key that only named casts have
 
 
 def key(

@@ -52,17 +52,12 @@ _KEPT: dict[tuple[Any, ...], torch.Tensor] = {}
 
 
 class Prepared(NamedTuple):
-    """A tensor after the transforms of its cast.
+    """A tensor after the transforms of its cast."""
 
-    Attributes:
-        x: The tensor that is quantized.
-        mean: The mean that was subtracted, float32, transformed like x; None if none was.
-        unclamped: x before its outliers were clamped; None if they were not.
-    """
-
-    x: torch.Tensor
+    x: torch.Tensor  # the tensor that is quantized
+    #: The mean that was subtracted, float32, transformed like x; None if none was
     mean: torch.Tensor | None = None
-    unclamped: torch.Tensor | None = None
+    unclamped: torch.Tensor | None = None  # x before its outliers were clamped; None if they were not
 
     def restored(self, operand: torch.Tensor, cast: Cast) -> torch.Tensor:
         """Add back to a float32 operand what was removed, in place."""

@@ -60,26 +60,17 @@ _GRADIENTS = {"q kᵀ": ("ds k", "dsᵀ q"), "p v": ("do vᵀ", "pᵀ do")}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionContext:
-    """Everything that a forward and a backward pass of attention need besides the tensors.
+    """Everything that a forward and a backward pass of attention need besides the tensors."""
 
-    Attributes:
-        casts: The cast of each place; None, or a place that is missing, for `dtype`.
-        share: The heads of this process.
-        keys: int32 [12, 2], keys of the step's random streams, two per matmul; None if no cast is random.
-        first_sample: The index in the global batch of the first sequence.
-        observer: Sees every operand.
-        dtype: The dtype of q.
-        samples: B.
-        piece: (index, count): the matrices at hand are the index-th of `count` equal pieces.
-    """
-
-    casts: Mapping[str, Cast | None]
-    share: EqualShare = field(default_factory=EqualShare)
+    casts: Mapping[str, Cast | None]  # the cast of each place; None, or a place that is missing, for `dtype`
+    share: EqualShare = field(default_factory=EqualShare)  # the heads of this process
+    #: int32 [12, 2], keys of the step's random streams, two per matmul; None if no cast is random
     keys: Tensor | None = None
-    first_sample: int | Tensor = 0
-    observer: Observer | None = None
-    dtype: torch.dtype = torch.float32
-    samples: int = 1
+    first_sample: int | Tensor = 0  # the index in the global batch of the first sequence
+    observer: Observer | None = None  # sees every operand
+    dtype: torch.dtype = torch.float32  # the dtype of q
+    samples: int = 1  # B
+    #: (index, count): the matrices at hand are the index-th of `count` equal pieces
     piece: tuple[int, int] = (0, 1)
 
     def cast(self, place: str, product: str) -> Cast | None:

@@ -31,15 +31,10 @@ CONVERSION, KERNEL, PASSES, TORCH = "torch conversion", "Triton kernel", "C pass
 
 
 class Implementation(NamedTuple):
-    """The code that computes a cast.
+    """The code that computes a cast."""
 
-    Attributes:
-        name: `CONVERSION`, `KERNEL`, `PASSES` or `TORCH`.
-        gap: Why no faster code does, as a clause; "" if this is the fastest.
-    """
-
-    name: str
-    gap: str
+    name: str  # `CONVERSION`, `KERNEL`, `PASSES` or `TORCH`
+    gap: str  # why no faster code does, as a clause; "" if this is the fastest
 
 
 def implementation_on(cast: Cast, device: Device, by_rows: bool = False) -> Implementation:

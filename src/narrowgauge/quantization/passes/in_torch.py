@@ -16,41 +16,27 @@ from narrowgauge.quantization.scales import Scales, scales_from
 
 
 class Split(NamedTuple):
-    """A tensor that is cut into blocks, and what is known before its elements are rounded.
+    """A tensor that is cut into blocks, and what is known before its elements are rounded."""
 
-    Attributes:
-        x: The tensor, split by its blocks.
-        blocks: The blocks.
-        cast: The cast.
-        axis: The axis that a GEMM contracts.
-        context: The random bits, and a scale that is given.
-        amax: The amax of each block, float32, inner dimensions kept with size 1; None is found on the way.
-        over: The amax that an outer scale comes from: 0-dim, or broadcasts to `amax`.
-        scales: The scales; None are found on the way.
-    """
-
-    x: torch.Tensor
+    x: torch.Tensor  # the tensor, split by its blocks
     blocks: Blocks
     cast: Cast
-    axis: int
-    context: QuantContext
+    axis: int  # the axis that a GEMM contracts
+    context: QuantContext  # the random bits, and a scale that is given
+    #: The amax of each block, float32, inner dimensions kept with size 1; None is found on the way
     amax: torch.Tensor | None = None
+    #: The amax that an outer scale comes from: 0-dim, or broadcasts to `amax`
     over: torch.Tensor | None = None
-    scales: Scales | None = None
+    scales: Scales | None = None  # the scales; None are found on the way
 
 
 class Narrowed(NamedTuple):
-    """The elements of a split tensor, and the scales that they need.
+    """The elements of a split tensor, and the scales that they need."""
 
-    Attributes:
-        out: The elements, in the shape of the split tensor.
-        block: The scale of each block, inner dimensions kept with size 1; empty beside "stored" elements.
-        outer: The outer scale (`Scales.tensor`).
-    """
-
-    out: torch.Tensor
+    out: torch.Tensor  # the elements, in the shape of the split tensor
+    #: The scale of each block, inner dimensions kept with size 1; empty beside "stored" elements
     block: torch.Tensor
-    outer: torch.Tensor | None
+    outer: torch.Tensor | None  # the outer scale (`Scales.tensor`)
 
 
 def amax(split: torch.Tensor, blocks: Blocks) -> torch.Tensor:

@@ -90,15 +90,11 @@ def full_axis(size: int) -> ShardAxis:
 
 @dataclass(frozen=True, eq=False)
 class TensorShard:
-    """The position of a local tensor in a global one.
+    """The position of a local tensor in a global one."""
 
-    Attributes:
-        axes: One for each dimension.
-        global_amax: 0-dim float32, the amax of the global tensor if it is already known
-            (`all_reduce_amaxes`), so that `reduce_amax` needs no collective.
-    """
-
-    axes: tuple[ShardAxis, ...]
+    axes: tuple[ShardAxis, ...]  # one for each dimension
+    #: 0-dim float32, the amax of the global tensor if it is already known (`all_reduce_amaxes`), so that
+    #: `reduce_amax` needs no collective
     global_amax: torch.Tensor | None = None
 
     @property

@@ -134,22 +134,16 @@ def prescaled(gradients: Sequence[Prescaled]) -> list[torch.Tensor]:
 
 
 class GradientState(QuantizedState):
-    """A gradient that is stored in a cast.
+    """A gradient that is stored in a cast."""
 
-    Attributes:
-        is_empty: Whether nothing has been added since it was dropped.
-        waits: Whether no optimizer has used what was added.
-        sums: The number of additions since it was dropped.
-        wide: The gradient in float32, in place of the stored codes, once `parameter.grad` has been read.
-        is_held: Whether autograd holds it, as a `NarrowGradient`; anything else there has replaced it.
-        stream: The random bits of the next addition, from the layer's pass; None rounds to nearest.
-    """
-
-    is_empty: bool = True
-    waits: bool = False
-    sums: int = 0
+    is_empty: bool = True  # whether nothing has been added since it was dropped
+    waits: bool = False  # whether no optimizer has used what was added
+    sums: int = 0  # the number of additions since it was dropped
+    #: The gradient in float32, in place of the stored codes, once `parameter.grad` has been read
     wide: torch.Tensor | None = None
+    #: Whether autograd holds it, as a `NarrowGradient`; anything else there has replaced it
     is_held: bool = False
+    #: The random bits of the next addition, from the layer's pass; None rounds to nearest
     stream: RandomStream | None = None
 
     @cached_property

@@ -19,18 +19,12 @@ class SavedWeight(Proxy):
     """The values of a narrow weight in a state dict, copied; a write reaches the weight as well.
 
     It has memory, so that programs may write the copy to a file.
-
-    Attributes:
-        copied: Its values, an ordinary tensor in the same memory.
-        whole: The float32 values of the weight, of which these are a view, or all.
-        record: The record of the weight.
-        is_shard: Whether it is a shard's, whose views belong to the copy.
     """
 
-    copied: torch.Tensor
-    whole: torch.Tensor
-    record: ParamState
-    is_shard: bool = False
+    copied: torch.Tensor  # its values, an ordinary tensor in the same memory
+    whole: torch.Tensor  # the float32 values of the weight, of which these are a view, or all
+    record: ParamState  # the record of the weight
+    is_shard: bool = False  # whether it is a shard's, whose views belong to the copy
 
     @staticmethod
     def of(copied: torch.Tensor, whole: torch.Tensor, record: ParamState) -> "SavedWeight":
