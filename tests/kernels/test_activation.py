@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kernels.common import DTYPES, assert_same, normal
-from narrowgauge.kernels.activation import gelu, gelu_reference, swiglu, swiglu_reference
+from narrowgauge.kernels.activation import gelu, swiglu, swiglu_reference
 from ptx.floats import libdevice_exp
 from support.interpreted import COMPILED_FOR
 
@@ -76,29 +76,19 @@ def gelu_in_double(x):
     return x * s, s + x * s * (1 - s) * 2 * slope
 
 
-def test_gelu_of_every_bf16_is_the_nearest_but_for_ties(device):
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+def test_gelu_of_every_bf16_is_the_nearest_but_for_ties(device, dtype):
     """In fp32 it errs by less than 2^-16: an error of 4 * 2^-24 of the angle 2u <= 88 is what the exponential
     makes of its rounding; where that overflows the result is below 1e-36."""
     x = every_bf16().to(device)
-    x = x[(x.abs() < 2.0**40) & ~x.isnan()].requires_grad_()
+    x = x[(x.abs() < 2.0**40) & ~x.isnan()].to(dtype).requires_grad_()
     y = gelu(x)
-    dy = normal(len(x), seed=1, dtype=BF16).to(device)
+    dy = normal(len(x), seed=1, dtype=dtype).to(device)
     (dx,) = torch.autograd.grad(y, x, dy)
     exact, slope = gelu_in_double(x.detach())
-    near = 2.0**-8 + 2.0**-16
+    near = torch.finfo(dtype).eps / 2 + 2.0**-16
     assert ((y.double() - exact).abs() <= near * exact.abs() + 1e-36).all()
     exact_dx = dy.double() * slope
     # s and x s (1 - s) 2u' have opposite signs below 0, and their sum errs as each of them does.
     terms = dy.double().abs() * (slope.abs() + x.detach().double().clamp(-10, 0).abs() * exact.abs())
     assert ((dx.double() - exact_dx).abs() <= near * exact_dx.abs() + 2.0**-15 * terms + 1e-36).all()
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("count", [1, 2500])
-def test_gelu_is_torchs_within_what_torch_cancels(device, dtype, count):
-    x, dy = (4 * normal(count)).to(device, dtype), normal(count, seed=1, dtype=dtype).to(device)
-    (y, dx), (expected, expected_dx) = (with_gradient(f, x, dy) for f in (gelu, gelu_reference))
-    cancelled = 2.0**-22 * x.abs().max().float().item()
-    rtol = torch.finfo(dtype).eps + 2**-20
-    torch.testing.assert_close(y, expected, rtol=rtol, atol=cancelled)
-    torch.testing.assert_close(dx, expected_dx, rtol=rtol, atol=16 * cancelled)

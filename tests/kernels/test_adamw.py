@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import narrowgauge as ng
-from kernels.common import INF, assert_same, normal, same_bits
+from kernels.common import INF, assert_same, normal
 from narrowgauge.formats import random_stream, stream_key
 from narrowgauge.kernels import dispatch as where
 from narrowgauge.kernels.adamw import Factors, adamw, fma, reference, supports
@@ -19,6 +19,7 @@ from narrowgauge.optim.adamw import adamw_update
 from narrowgauge.optim.algorithm import UpdateBatch
 from narrowgauge.quantization import QuantizedState, make_cast, state_of
 from narrowgauge.recipes import recipe
+from narrowgauge.system.torch_compat import tree_leaves
 
 SR = {"cast": "bf16", "rounding": "stochastic"}
 like_torch = pytest.mark.skipif(
@@ -124,13 +125,8 @@ def trained(name, device, steps=4):
                 p.grad = dw.to(p.dtype)
         optimizer.clip_grad_norm_(1.0)
         optimizer.step()
-    found = optimizer.tensors({p: n for n, p in model.named_parameters()})
-    for n, p in model.named_parameters():
-        found[n] = p.detach()
-        for place in ("weight", "master"):
-            stored = state_of(p).by_place().get(place) or QuantizedState(p.shape, make_cast("fp32"))
-            found |= {f"{n}.{place}.{k}": t for k, t in stored.tensors.items()}
-    return {n: t.float().cpu() for n, t in found.items()}
+    stored = tree_leaves(ng.state_dict(model, optimizer))
+    return [t.float().cpu() for t in stored if isinstance(t, torch.Tensor)]
 
 
 @pytest.mark.tier("thorough")
@@ -147,6 +143,4 @@ def test_the_optimizer_with_kernels_is_torchs_to_the_last_digit(name, device, mo
     ran.clear()
     torchs = trained(name, torch.device("cpu"))
     assert not ran
-    assert ours.keys() == torchs.keys()
-    for n, t in ours.items():
-        assert same_bits(t, torchs[n]), n
+    assert_same(ours, torchs)

@@ -14,7 +14,7 @@ WIDE = ("fp8-delayed", "nvfp4", "coat")  # their weights and gradients are fp32
 NARROW = ("bf16-sr", "msamp-o3")
 ROWS = {
     "`torch.compile`",  # test_compile.py
-    "`nn.init`, writing to a weight in place",  # idioms_of_writing.py, as the next one
+    "`nn.init`, writing to a weight in place",  # idioms.py, as the next one
     "averaged weights (`AveragedModel`)",
     "a second derivative (gradient penalties, Hessians)",  # test_second_derivative.py
     "adapters around a layer (LoRA)",  # test_own_loop.py: as PEFT lays them

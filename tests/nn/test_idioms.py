@@ -6,7 +6,6 @@ from torch import nn
 
 from narrowgauge.system.errors import UserError
 from nn import idioms
-from nn.idioms_of_writing import WRITES
 from nn.own_loop import model
 
 RECIPES = ("bf16-sr", "msamp-o2", "msamp-o3", "eco")
@@ -55,10 +54,10 @@ def test_gradients_arrive_by_every_path(name, idiom):
 
 
 @pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("idiom", WRITES)
+@pytest.mark.parametrize("idiom", idioms.WRITES)
 def test_writes_round_once(name, idiom):
     m, twin = pair(name)
-    run = WRITES[idiom]
+    run = idioms.WRITES[idiom]
     largest = max(w.abs().max().item() for w in idioms.weights(twin))
     atol = 2.0**-8 * largest
     if name == "msamp-o3":

@@ -1,5 +1,5 @@
 """Each recipe under what models do to a layer, beyond one product: views, no tokens, weights that are shared,
-numbers that are not finite. What loops do to it: `test_own_loop.py` and `_state.py`."""
+numbers that are not finite. What loops do to it: `test_own_loop.py`."""
 
 import torch
 

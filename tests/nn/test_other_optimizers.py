@@ -15,27 +15,10 @@ from nn.own_loop import batch, go_on, is_on_page, model
 RECIPES = ("bf16-sr", "msamp-o2", "msamp-o3", "eco")
 
 
-class ComputedInFloat32(optim.Optimizer):
-    """Descent that ends in `copy_`, as Hugging Face's and fairseq's optimizers do."""
-
-    @torch.no_grad()
-    def step(self):
-        for p in self.param_groups[0]["params"]:
-            p.data.copy_(p.data.float().add(p.grad, alpha=-0.02))
-
-
-def descent_by_hand(parameters):
-    with torch.no_grad():
-        for p in parameters:
-            p -= 0.1 * p.grad
-
-
 UPDATES = {
     "AdamW": lambda p: optim.AdamW(p).step(),
     "AdamW, foreach": lambda p: optim.AdamW(p, foreach=True).step(),
     "SGD": lambda p: optim.SGD(p, lr=0.1, momentum=0.9).step(),
-    "copied": lambda p: ComputedInFloat32(p, {}).step(),
-    "by hand": descent_by_hand,
 }
 WRITES = {
     "copy": lambda w: w.copy_(2 * w),
