@@ -59,9 +59,8 @@ def test_the_library_and_the_doctor_work_and_a_run_is_refused(tmp_path):
     said = json.loads(ended.stdout.splitlines()[0])
     assert said["codes"] == [6] * 64  # 1 is 4 (code 6) under a scale of 1/4
     assert said["gradient"]
-    rest = "needs Linux or macOS: Windows lacks the file locks and signals by which a run survives a kill"
-    rest += "; use WSL 2"
-    assert said["run"].startswith(f"a run {rest}")
+    rest = "needs Linux or macOS: Windows lacks the file locks and signals by which a run survives a kill;"
+    assert said["run"].startswith(f"a run {rest} use WSL 2")
     assert (said["train"], said["prepare"]) == (2, 2)
     for verb, line in zip(("train", "prepare"), ended.stderr.splitlines(), strict=True):
         assert line.startswith(f"narrowgauge: {verb} {rest}")

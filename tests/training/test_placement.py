@@ -7,14 +7,12 @@ from rich.console import Console
 
 from narrowgauge.nn import outline_of
 from narrowgauge.system.errors import UserError
-from narrowgauge.trainer.cluster.plan.cluster_spec import load_cluster
 from narrowgauge.trainer.cluster.plan.plan import make_plan
 from narrowgauge.trainer.cluster.plan.plan_text import print_plan
 from narrowgauge.trainer.models import Transformer, model_config
 from narrowgauge.trainer.report import read_run, render_report
-from narrowgauge.trainer.simulate.few_blocks import few_blocks
 from narrowgauge.trainer.training import make_config
-from narrowgauge.trainer.training.outline import outline_of_model, placement
+from narrowgauge.trainer.training.outline import outline_of_model
 
 HUGE = '[fprop]\nw = {element = "e2m1", block = [4096, 32], scale = "e8m0"}\n[keep]\nlast_blocks = 1\n'
 CUT = "blocks of 4096 in fprop.w do not divide the outputs of 5 of 9 layers: "
@@ -39,15 +37,6 @@ def test_a_misspelt_layer_is_refused_before_anything_is_made(file, train, tmp_pa
         with pytest.raises(UserError, match=words):
             train("run", {"recipe.name": file(typo)})
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.tier("thorough")
-def test_rules_that_name_one_block_hold_in_a_model_that_is_counted_by_few(file, tiny):
-    text = '[[rule]]\nmodules = ["blocks.9.down"]\nfprop = "mxfp4"'
-    config = make_config(tiny({"recipe.name": file(text), "model.layers": 12}))
-    assert placement(config.spec.model, config.spec.recipe, 64) != []
-    assert sum(n * weight for n, weight in few_blocks(config)) == pytest.approx(12)
-    make_plan(config, 1, load_cluster("h200"))
 
 
 @pytest.mark.tier("thorough")
