@@ -1,8 +1,13 @@
 """Recipes of other tools: written for them by `write_recipe`, read from their files by `read_recipe`.
 
-A tool is a module with these functions: `refusals` (the parts of a recipe that it cannot express), `text`,
-`notes` (where its values still differ, and what its user has to do), and `read`, which reads a file. Both
-directions use one table of the tool's names. `VERSION` is the version that the table describes.
+A tool is a module around one table of its names, which both directions use:
+
+    VERSION       the version that the table describes
+    PATTERN       how patterns of modules begin that alone may be narrow; without it, none may
+    choices       the casts that it has in a place: any other is refused by the keys in which it differs
+    others        refusals beyond these: casts that do not go together, layers that cannot be selected
+    text, notes   the file; and where its values still differ, and what its user has to do
+    read          what a file specifies; without it, files are not read
 """
 
 import shlex
@@ -12,8 +17,10 @@ from types import ModuleType
 
 from narrowgauge.exchange import megatron, modelopt, qwix, te, torchao
 from narrowgauge.exchange.header import header, words
+from narrowgauge.exchange.layers import narrowed
 from narrowgauge.exchange.reading import Reading, read_text
-from narrowgauge.exchange.refusal import Refusal, Refused, refused
+from narrowgauge.exchange.refusal import Refusal, Refused, cast_refusals, outside_products, refused
+from narrowgauge.recipes.places import GEMM_PLACES
 from narrowgauge.recipes.recipe import Recipe
 from narrowgauge.recipes.registry import is_shipped
 from narrowgauge.system.errors import unknown
@@ -43,7 +50,12 @@ def refusals(recipe: Recipe, target: str) -> list[Refusal]:
     if not recipe.is_narrow:
         why = f"compute = {recipe.compute!r} in all three GEMMs, so {target} has nothing to quantize"
         return [Refusal("", "compute", why)]
-    return list(dict.fromkeys(TARGETS[target].refusals(recipe)))
+    tool = TARGETS[target]
+    plain, only = narrowed(recipe, getattr(tool, "PATTERN", None))
+    found = outside_products(plain, target)
+    for place in GEMM_PLACES:
+        found += cast_refusals(place, plain.casts[place], tool.choices(plain, place), target)
+    return list(dict.fromkeys([*found, *tool.others(plain, only, found)]))
 
 
 def write_recipe(recipe: Recipe, target: str, blocks: int | None = None, given: Sequence[str] = ()) -> str:
@@ -63,12 +75,13 @@ def write_recipe(recipe: Recipe, target: str, blocks: int | None = None, given: 
     if found := refusals(recipe, target):
         raise refused(recipe, target, found)
     tool = TARGETS[target]
-    body = tool.text(recipe, blocks)
+    plain, only = narrowed(recipe, getattr(tool, "PATTERN", None))
+    body = tool.text(plain, only, blocks)
     of_blocks = [] if blocks is None else ["--blocks", str(blocks)]
     if not given and is_shipped(recipe):
         given = [recipe.name]
     line = ["narrowgauge", "recipes", *given, "--to", target, *of_blocks] if given else []
-    return f"{header(recipe, tool.VERSION, shlex.join(line), tool.notes(recipe))}\n\n{body}"
+    return f"{header(recipe, tool.VERSION, shlex.join(line), tool.notes(plain))}\n\n{body}"
 
 
 def read_recipe(path: str | Path, source: str, blocks: int | None = None) -> Recipe:

@@ -1,6 +1,5 @@
 """The layers of a recipe that stay wide, or alone become narrow; and Python that selects them in a file."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from narrowgauge.quantization import make_cast
@@ -64,17 +63,16 @@ def kept(recipe: Recipe) -> tuple[tuple[str, ...], float, float]:
     return modules, first, last
 
 
-def narrowed(
-    recipe: Recipe, fits: Callable[[str], bool] = lambda pattern: True
-) -> tuple[Recipe, tuple[str, ...]]:
+def narrowed(recipe: Recipe, start: str | None) -> tuple[Recipe, tuple[str, ...]]:
     """The recipe with the casts of its narrow modules for all, and the patterns of these modules.
 
-    That is a recipe that is wide but for its first rule, which is of modules alone; `fits` tells the patterns
-    that the tool can express. Any other recipe is returned as it is, without patterns.
+    That is a recipe that is wide but for its first rule, which is of modules alone; all of its patterns begin
+    with `start`. Any other recipe is returned as it is, without patterns.
     """
     first, *rest = recipe.rules or (Rule(casts={}),)
     is_by_name = first.modules and first == Rule(casts=first.casts, modules=first.modules)
     is_rest_wide = {recipe.casts[place] for place in GEMM_PLACES} == {make_cast(recipe.compute)}
-    if not (is_by_name and is_rest_wide and all(map(fits, first.modules))) or is_wide_rule(first, recipe):
+    fits = start is not None and all(pattern.startswith(start) for pattern in first.modules)
+    if not (is_by_name and is_rest_wide and fits) or is_wide_rule(first, recipe):
         return recipe, ()
     return replace(recipe, casts={**recipe.casts, **first.casts}, rules=tuple(rest)), first.modules

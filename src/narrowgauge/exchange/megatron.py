@@ -6,25 +6,33 @@ is the file that `--to te` writes. Source: Megatron-LM @ d98e8a6, core/extension
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import ceil
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from narrowgauge.exchange import te
-from narrowgauge.exchange.layers import kept, narrowed
+from narrowgauge.exchange.layers import kept
 from narrowgauge.exchange.reading import Keep, Reading, read_text, yaml_documents
-from narrowgauge.exchange.refusal import Refusal, outside_products
-from narrowgauge.exchange.te_tables import delayed_scaling, named_fields, own_recipe
+from narrowgauge.exchange.refusal import Refusal
+from narrowgauge.exchange.te import choices
+from narrowgauge.exchange.te_tables import delayed_scaling, own_recipe, own_recipes
 from narrowgauge.quantization import Cast
+from narrowgauge.recipes.places import GEMM_PLACES
 from narrowgauge.recipes.recipe import Recipe
 from narrowgauge.system.errors import UserError
 
+#: Megatron compares a pattern with the whole name, a rule also with the last part of a name: they agree on a
+#: pattern that begins so.
+PATTERN = "*"
+__all__ = ["choices"]  # TransformerEngine's
 VERSION = "Megatron-LM 0.20.0 (d98e8a6, 2026-08-22)"
 # Megatron does not quantize the output head without --fp8-output-proj.
 HEADS = ("head", "lm_head", "output_layer")
 _TYPE, _PARAMS = "transformer_engine_config_type", "TEQuantizationParams"
-_ALL, _BLOCK = "*layers.*", re.compile(r"\*?layers\.(\d+)\.\*")
+_ALL = "*layers.*"
+_REST = (_ALL, "*")  # patterns of all modules
+_BLOCK = re.compile(r"\*?layers\.(\d+)\.\*")
 _DELAYED = re.compile(
     r"--fp8-format (hybrid|e4m3) --fp8-recipe delayed --fp8-margin (\d+)\s+(?:#\s+)?"
     r"--fp8-amax-history-len (\d+) --fp8-amax-compute-algo (max|most_recent)"
@@ -33,40 +41,34 @@ _DELAYED = re.compile(
 _NO_VALUES = ("override_nonquantized_autocast", "override_quantized_autocast", "tp_only_amax_red")
 
 
-def _narrowed(recipe: Recipe) -> tuple[Recipe, tuple[str, ...]]:
-    """`narrowed`: a matcher for each pattern of the narrow modules, and one that keeps the rest wide.
-
-    Megatron compares a pattern with the whole name, a rule also with the last part of a name: they agree on a
-    pattern that begins with *.
-    """
-    return narrowed(recipe, lambda pattern: pattern.startswith("*"))
-
-
-def refusals(recipe: Recipe) -> list[Refusal]:
-    """The parts of a recipe that Megatron cannot express."""
-    recipe, only = _narrowed(recipe)
+def others(recipe: Recipe, only: tuple[str, ...], found: Sequence[Refusal]) -> list[Refusal]:
+    """TransformerEngine's, and layers that Megatron cannot select, or not with these casts."""
     modules, first, last = kept(recipe)
-    products = te.of_products(recipe, "megatron")
-    found = [*outside_products(recipe, "megatron"), *products]
-    found += [
-        Refusal("", "keep.modules", f"keep.modules = {name!r}, which is not a module of Megatron's models")
-        for name in modules
-        if name not in HEADS and not (only and name.startswith("*"))
-    ]
-    if not only and not set(HEADS) & set(modules) and not products:
+    of_te, others = te.others(recipe, only, found), []
+    fits = not of_te and not any(refusal.place in GEMM_PLACES for refusal in found)
+    for name in modules:
+        if name not in HEADS and not (only and name.startswith(PATTERN)):
+            why = f"keep.modules = {name!r}, which is not a module of Megatron's models"
+            others.append(("keep.modules", why))
+    if not only and not set(HEADS) & set(modules) and fits:
         why = "the head is quantized, but Megatron does not quantize its output layer"
-        found.append(Refusal("", "keep.modules", why))
-    own = own_recipe(recipe)
-    if only and own is None and not products:
+        others.append(("keep.modules", why))
+    if only and te.needs_factory(recipe) and fits:
         why = "[[rule]] with casts that Megatron has no name for, and a factory is for all layers"
-        found.append(Refusal("", "rule", why))
-    if own is not None and own.arguments and (only or first or last):
-        why = "keep with a history, but Megatron's delayed scaling applies to all blocks"
-        found.append(Refusal("", "keep", why))
-    return found
+        others.append(("rule", why))
+    if _arguments(recipe) and (only or first or last):
+        others.append(("keep", "keep with a history, but Megatron's delayed scaling applies to all blocks"))
+    return of_te + [Refusal("", key, why) for key, why in others]
 
 
-def text(recipe: Recipe, blocks: int | None = None) -> str:
+def _arguments(recipe: Recipe) -> str:
+    """Megatron's command-line arguments for a recipe, where no field of the file names it."""
+    own = own_recipe(recipe)
+    said = own.above if own else {}
+    return " ".join(f"{key} {value}" for key, value in said.items() if key.startswith("--"))
+
+
+def text(recipe: Recipe, only: tuple[str, ...], blocks: int | None) -> str:
     """The YAML file; `blocks` is the number of blocks, needed if the recipe keeps some of the last.
 
     Raises:
@@ -79,31 +81,41 @@ def text(recipe: Recipe, blocks: int | None = None) -> str:
             f"recipe {recipe.name!r} for megatron: keep.{key} counts the blocks of a model, but Megatron's "
             "file needs their indices; give the number of blocks with --blocks N"
         )
-    recipe, only = _narrowed(recipe)
-    own = own_recipe(recipe)
-    if own is not None and own.arguments:
+    if arguments := _arguments(recipe):
         return (
             "# Megatron does not set delayed scaling in this file. These arguments are equivalent:\n"
-            f"#   {own.arguments}\nconfigs: {{}}\nmatchers: {{}}\n"
+            f"#   {arguments}\nconfigs: {{}}\nmatchers: {{}}\n"
         )
-    if own is not None and own.megatron:
-        said = dict(own.megatron)
-    else:  # te.needs_factory
-        said = {
-            "fp8_quantization_recipe": "custom",
-            "custom_recipe_factory": f"{_module(recipe)}.{te.FACTORY}",
-        }
-    kind = f'    {_TYPE}: "{_PARAMS}"\n    training_recipe:'
-    lines = ["configs:", "  narrow:", kind]
-    lines += [f'      {key}: "{value}"' for key, value in said.items()]
-    lines += ["      override_nonquantized_autocast: true", "  wide:", f"{kind} {{}}", "matchers:"]
-    for number in _wide_blocks(first, last, blocks or 0):
-        lines += _matcher(f"block_{number}", "wide", f"*layers.{number}.*")
-    for config, patterns in (("wide", modules), ("narrow", only)) if only else ():
-        for number, pattern in enumerate(patterns):
-            lines += _matcher(f"{config}_{number}", config, pattern)
-    lines += _matcher("rest", "wide", "*") if only else _matcher("rest", "narrow", _ALL)
-    return "\n".join(lines) + "\n"
+    own, factory = own_recipe(recipe), f"{_module(recipe)}.{te.FACTORY}"
+    said = own.above if own else {}
+    said = said or {"fp8_quantization_recipe": "custom", "custom_recipe_factory": factory}
+    fields = "".join(f'      {key}: "{value}"\n' for key, value in said.items())
+    matchers = [(f"block_{n}", "wide", f"*layers.{n}.*") for n in _wide_blocks(first, last, blocks or 0)]
+    if only:
+        for config, patterns in (("wide", modules), ("narrow", only)):
+            matchers += [(f"{config}_{n}", config, pattern) for n, pattern in enumerate(patterns)]
+    matchers.append(("rest", "wide", "*") if only else ("rest", "narrow", _ALL))
+    return _FILE.format(fields=fields) + "".join(_MATCHER.format(*matcher) for matcher in matchers)
+
+
+_FILE = f"""\
+configs:
+  narrow:
+    {_TYPE}: "{_PARAMS}"
+    training_recipe:
+{{fields}}      override_nonquantized_autocast: true
+  wide:
+    {_TYPE}: "{_PARAMS}"
+    training_recipe: {{{{}}}}
+matchers:
+"""
+_MATCHER = """\
+  {}:
+    config: "{}"
+    type: "glob"
+    pattern: "{}"
+    enabled: true
+"""
 
 
 def _module(recipe: Recipe) -> str:
@@ -118,14 +130,8 @@ def _wide_blocks(first: float, last: float, total: int) -> list[int]:
     return sorted({*range(count(first)), *range(total - count(last), total)})
 
 
-def _matcher(name: str, config: str, pattern: str) -> list[str]:
-    said = {"config": config, "type": "glob", "pattern": pattern}
-    return [f"  {name}:", *(f'    {key}: "{value}"' for key, value in said.items()), "    enabled: true"]
-
-
 def notes(recipe: Recipe) -> list[str]:
     """The places where Megatron's values differ from the recipe, and what its user has to do."""
-    recipe, _ = _narrowed(recipe)
     own = own_recipe(recipe)
     found = [
         "Pass it as --te-precision-config-file. Layers are numbered from 0 in each pipeline stage; without "
@@ -134,7 +140,7 @@ def notes(recipe: Recipe) -> list[str]:
     if te.needs_factory(recipe):
         file = f"the file of `narrowgauge recipes {recipe.name} --to te`, saved as {_module(recipe)}.py."
         found.append(f"The factory is {file}")
-    elif own and own.megatron and own.megatron.get("fp8_quantization_recipe") == "tensorwise":
+    elif own and own.name == "Float8CurrentScaling":
         found.append(
             "On sm_90, fprop uses fast accumulation, which is less than fp32; Megatron has no key for it."
         )
@@ -151,19 +157,20 @@ def read(path: Path, blocks: int | None = None) -> Reading:
     Raises:
         UserError: A recipe cannot express a part of the file; the sentence names it.
     """
-    (file, *_) = yaml_documents(path) or [None]
+    content = read_text(path)
+    (file, *_) = yaml_documents(content, path) or [None]
     if not isinstance(file, Mapping) or not {"configs", "matchers"} <= set(file):
         raise UserError(f"{path} has no configs and matchers; name a file for --te-precision-config-file")
-    if not file["configs"] and (said := _DELAYED.search(read_text(path))):
+    if not file["configs"] and (said := _DELAYED.search(content)):
         word, margin, history, algorithm = said.groups()
         own = delayed_scaling(word.upper(), int(history), algorithm, int(margin))
         return Reading(casts=own.casts, keep=Keep(HEADS[:2]))
-    above, narrow, has_rest = _matched(path, file)
-    casts, lost = _casts(path, narrow[0].config, file["configs"][narrow[0].config])
-    found = {m.pattern: _BLOCK.fullmatch(m.pattern) for m in above}
+    wide, narrow, config, has_rest = _matched(path, file)
+    casts, lost = _casts(path, config, file["configs"][config])
+    found = {pattern: _BLOCK.fullmatch(pattern) for pattern in wide}
     others = tuple(pattern for pattern, block in found.items() if not block)
     first, last = _ends(path, sorted({int(block[1]) for block in found.values() if block}), blocks)
-    if narrow[-1].is_rest:
+    if narrow[-1] in _REST:
         if others:
             raise UserError(
                 f"{path}: {', '.join(others)} stay wide and all other modules are narrow, but [keep] takes "
@@ -172,49 +179,39 @@ def read(path: Path, blocks: int | None = None) -> Reading:
         return Reading(casts=casts, keep=Keep(HEADS[:2], first, last), lost=lost)
     if not has_rest:
         lost.append("modules that no matcher names: the file leaves them to Megatron's other arguments")
-    only = tuple(m.pattern for m in narrow)
-    return Reading(casts=casts, only=only, keep=Keep(others, first, last), lost=lost)
+    return Reading(casts=casts, only=tuple(narrow), keep=Keep(others, first, last), lost=lost)
 
 
-class _Matcher(NamedTuple):
-    """An enabled matcher: the modules of a pattern get a configuration, unless one above it fits them."""
-
-    name: str
-    pattern: str
-    config: str
-
-    @property
-    def is_rest(self) -> bool:
-        """Whether it fits every module."""
-        return self.pattern in (_ALL, "*")
-
-
-def _matched(path: Path, file: Mapping[str, Any]) -> tuple[list[_Matcher], list[_Matcher], bool]:
-    """(the wide matchers above the narrow ones, the narrow ones, whether a matcher is for the rest)."""
-    matchers: list[_Matcher] = []
+def _matched(path: Path, file: Mapping[str, Any]) -> tuple[list[str], list[str], str, bool]:
+    """The patterns of the wide matchers above the narrow ones; those of the narrow ones, and their
+    configuration; whether a matcher is for the rest. The first matcher that fits a module wins.
+    """
+    configs = file["configs"]
+    found: list[tuple[str, str, str]] = []
     for name, matcher in file["matchers"].items():
-        if not matcher.get("enabled", False) or (matchers and matchers[-1].is_rest):
-            continue
-        matchers.append(_Matcher(name, str(matcher.get("pattern")), str(matcher.get("config"))))
-        if matcher.get("type") != "glob" or matchers[-1].config not in file["configs"]:
-            raise UserError(
-                f"{path}: matcher {name!r} is not a glob with one of the configurations "
-                f"{', '.join(file['configs'])}; correct it"
-            )
-    narrow = [m for m in matchers if _fields(file["configs"][m.config] or {})]
-    if not narrow:
+        if matcher.get("enabled", False) and not (found and found[-1][1] in _REST):
+            found.append((name, str(matcher.get("pattern")), config := str(matcher.get("config"))))
+            if matcher.get("type") != "glob" or config not in configs:
+                raise UserError(
+                    f"{path}: matcher {name!r} is not a glob with one of the configurations "
+                    f"{', '.join(configs)}; correct it"
+                )
+    kinds = "".join("n" if _fields(configs[config] or {}) else "w" for *_, config in found)
+    parts = re.match("(w*)(n+)w*", kinds)
+    if parts is None:
         raise UserError(
             f"{path}: no enabled matcher has a narrow configuration; give one to {_ALL}, or to modules"
         )
-    first = matchers.index(narrow[0])
-    for m, expected in zip(narrow, matchers[first:], strict=False):
-        if m != expected or m.config != narrow[0].config:
-            raise UserError(
-                f"{path}: matcher {m.name!r} gives {m.pattern!r} the configuration {m.config!r}; a recipe of "
-                "such a file has one narrow configuration, and wide modules above or below all narrow ones; "
-                "write other rules into a recipe file"
-            )
-    return matchers[:first], narrow, matchers[-1].is_rest
+    above, narrow = (found[slice(*parts.span(part))] for part in (1, 2))
+    of_narrow = narrow[0][2]
+    if wrong := [m for m in narrow if m[2] != of_narrow] + found[parts.end() :]:
+        name, pattern, config = wrong[0]
+        raise UserError(
+            f"{path}: matcher {name!r} gives {pattern!r} the configuration {config!r}; a recipe of "
+            "such a file has one narrow configuration, and wide modules above or below all narrow ones; "
+            "write other rules into a recipe file"
+        )
+    return [m[1] for m in above], [m[1] for m in narrow], of_narrow, found[-1][1] in _REST
 
 
 def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -243,7 +240,10 @@ def _casts(path: Path, name: str, config: Mapping[str, Any]) -> tuple[Mapping[st
             )
         reading = te.read(beside)
         return reading.casts, [*lost, *(w for w in reading.lost if "which layers" not in w)]
-    own = named_fields(fields)
+    given = {key: str(value) for key, value in fields.items()}
+    if "fp8_quantization_recipe" in given:
+        given.setdefault("fp8_format", "e4m3")  # Megatron's default
+    own = next((own for own in own_recipes() if own.above == given), None)
     if own is None:
         said = ", ".join(f"{key}: {value}" for key, value in fields.items()) or "nothing"
         raise UserError(

@@ -13,17 +13,20 @@ Source: ModelOpt @ a2fbac7, modelopt_recipes/ and modelopt/torch/quantization/co
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from textwrap import indent
+from typing import Any
 
-from narrowgauge.exchange.layers import kept, narrowed
-from narrowgauge.exchange.reading import Keep, Reading, yaml_documents
-from narrowgauge.exchange.refusal import Refusal, cast_refusals, outside_products
+from narrowgauge.exchange.layers import kept
+from narrowgauge.exchange.reading import Keep, Reading, read_text, yaml_documents
+from narrowgauge.exchange.refusal import Refusal
 from narrowgauge.quantization import Cast, make_cast
 from narrowgauge.recipes.places import SEEN_BEFORE, values_of
 from narrowgauge.recipes.recipe import Recipe
 from narrowgauge.system.errors import UserError
 
+PATTERN = ""
 VERSION = "ModelOpt 0.47.0dev (a2fbac7, 2026-08-21)"
 WEIGHT, INPUT = "weight_quantizer", "input_quantizer"
 PLACES = {INPUT: "fprop.x", WEIGHT: "fprop.w"}
@@ -44,84 +47,62 @@ DISABLED: Mapping[str, tuple[str, ...]] = {
 _ALSO = {"*mlp*": ("up", "gate_up", "down"), "*o_proj*": ("attention_out",)}
 
 
-def _numerics() -> Iterator[tuple[Mapping[str, Any], Cast]]:
-    yield {"num_bits": "e4m3"}, make_cast("e4m3")
-    yield {"num_bits": "e4m3", "axis": 0}, make_cast("fp8-row")
-    yield {"num_bits": "e4m3", "block_sizes": {-1: None}}, make_cast("fp8-row")
-    yield {"num_bits": "e4m3", "block_sizes": {-1: 128}}, make_cast("fp8-1x128")
-    yield {"num_bits": "e4m3", "block_sizes": {-1: 128, -2: 128}}, make_cast("fp8-128x128")
-    names = {"e2m1": "mxfp4", "e2m3": "mxfp6-e2m3", "e3m2": "mxfp6-e3m2", "e4m3": "mxfp8", "int8": "mxint8"}
-    for element, name in names.items():
-        bits = 8 if element == "int8" else element
-        yield {"num_bits": bits, "block_sizes": {-1: 32, "scale_bits": "e8m0"}}, make_cast(name)
-    for block in (16, 32):
-        cfg = {"num_bits": "e2m1", "block_sizes": {-1: block, "scale_bits": "e4m3"}}
-        yield cfg, make_cast("nvfp4" if block == 16 else {"cast": "nvfp4", "block": block})
+def _numerics() -> Iterator[tuple[str, Cast]]:
+    yield "num_bits: e4m3", make_cast("e4m3")
+    yield "num_bits: e4m3\naxis: 0", make_cast("fp8-row")
+    yield "num_bits: e4m3\ntype: dynamic\nblock_sizes:\n  -1:", make_cast("fp8-row")
+    yield "num_bits: e4m3\nblock_sizes:\n  -1: 128", make_cast("fp8-1x128")
+    yield "num_bits: e4m3\nblock_sizes:\n  -1: 128\n  -2: 128", make_cast("fp8-128x128")
+    scaled = "num_bits: {}\nblock_sizes:\n  -1: {}\n  scale_bits: {}\n  type: dynamic"
+    names = {"e2m1": "mxfp4", "e2m3": "mxfp6-e2m3", "e3m2": "mxfp6-e3m2", "e4m3": "mxfp8", "8": "mxint8"}
+    for bits, name in names.items():
+        yield scaled.format(bits, 32, "e8m0"), make_cast(name)
+    for block in (16, 32):  # NVFP4's own is 16
+        yield scaled.format("e2m1", block, "e4m3"), make_cast({"cast": "nvfp4", "block": block})
 
 
-#: The `cfg` of a quantizer without what does not change its values, and the cast.
-NUMERICS: Sequence[tuple[Mapping[str, Any], Cast]] = tuple(_numerics())
+#: The `cfg` of a quantizer as YAML, and the cast.
+NUMERICS: Sequence[tuple[str, Cast]] = tuple(_numerics())
 
 
-def refusals(recipe: Recipe) -> list[Refusal]:
-    """What ModelOpt cannot express of a recipe."""
-    recipe, _ = narrowed(recipe)
-    casts, wide = recipe.casts, make_cast(recipe.compute)
-    found = outside_products(recipe, "modelopt")
-    for place in PLACES.values():
-        found += cast_refusals(place, casts[place], [*(c for _, c in NUMERICS), wide], "modelopt")
-    for place in ("dgrad.dy", "wgrad.dy"):
-        found += cast_refusals(place, casts[place], [wide], "modelopt")
-    for place in PASSED:
-        of = SEEN_BEFORE[place]
-        same = wide if casts[of] == wide else values_of(of)
-        found += cast_refusals(place, casts[place], [same], "modelopt")
-    for key, count in zip(("first_blocks", "last_blocks"), kept(recipe)[1:], strict=True):
-        if count:
-            why = f"keep.{key} = {count}, and modelopt has patterns of names"
-            found.append(Refusal("", f"keep.{key}", why))
-    return found
+def choices(recipe: Recipe, place: str) -> list[Cast]:
+    """The casts that ModelOpt has in a place."""
+    wide, of = make_cast(recipe.compute), SEEN_BEFORE.get(place, "")
+    if place in PASSED:
+        return [wide if recipe.casts[of] == wide else values_of(of)]
+    return [*(c for _, c in NUMERICS), wide] if place in PLACES.values() else [wide]
 
 
-def text(recipe: Recipe, blocks: int | None = None) -> str:
-    """The YAML file."""
-    recipe, only = narrowed(recipe)
-    lines = [
-        "metadata:",
-        "  recipe_type: ptq",
-        f"  description: Recipe {recipe.name} of narrowgauge.",
-        "quantize:",
-        "  algorithm: max",
-        "  quant_cfg:",
-        *_entry("*"),
+def others(recipe: Recipe, only: tuple[str, ...], found: Sequence[Refusal]) -> list[Refusal]:
+    """Layers that ModelOpt cannot select."""
+    return [
+        Refusal("", f"keep.{key}", f"keep.{key} = {count}, and modelopt has patterns of names")
+        for key, count in zip(("first_blocks", "last_blocks"), kept(recipe)[1:], strict=True)
+        if count
     ]
+
+
+def text(recipe: Recipe, only: tuple[str, ...], blocks: int | None) -> str:
+    """The YAML file."""
+    entries = [("*", "")]
     for layers in _narrow_patterns(only) if only else ("*",):
         for kind, place in reversed(PLACES.items()):
-            if recipe.casts[place] != make_cast(recipe.compute):
-                lines += _entry(f"{layers}{kind}", _cfg(recipe.casts[place], kind))
-    for pattern in dict.fromkeys(map(_their_pattern, kept(recipe)[0])):
-        lines += _entry(pattern)
-    return "\n".join(lines) + "\n"
-
-
-def _cfg(c: Cast, kind: str) -> Mapping[str, Any]:
-    """The cfg of a cast, of the form that ModelOpt has for this quantizer."""
-    found = [cfg for cfg, other in NUMERICS if other == c]
-    return found[-1] if kind == INPUT else found[0]
-
-
-def _entry(pattern: str, cfg: Mapping[str, Any] | None = None) -> list[str]:
-    lines = [f"    - quantizer_name: '{pattern}'"]
-    if cfg is None:
-        return [*lines, "      enable: false"]
-    lines += ["      cfg:", f"        num_bits: {cfg['num_bits']}"]
-    lines += [f"        axis: {cfg['axis']}"] if "axis" in cfg else []
-    if sizes := cfg.get("block_sizes"):
-        lines += ["        type: dynamic"] if None in sizes.values() else []
-        lines += ["        block_sizes:"]
-        lines += [f"          {k}:{'' if v is None else f' {v}'}" for k, v in sizes.items()]
-        lines += ["          type: dynamic"] if "scale_bits" in sizes else []
-    return lines
+            # the form that ModelOpt has for this quantizer: axes for weights, blocks for inputs
+            found = [cfg for cfg, cast in NUMERICS if cast == recipe.casts[place]]
+            entries += [(f"{layers}{kind}", found[-1 if kind == INPUT else 0])] if found else []
+    entries += [(pattern, "") for pattern in dict.fromkeys(map(_their_pattern, kept(recipe)[0]))]
+    file = f"""\
+metadata:
+  recipe_type: ptq
+  description: Recipe {recipe.name} of narrowgauge.
+quantize:
+  algorithm: max
+  quant_cfg:
+"""
+    for pattern, cfg in entries:
+        file += f"    - quantizer_name: '{pattern}'\n"
+        file += f"      cfg:\n{indent(cfg, ' ' * 8)}\n" if cfg else "      enable: false\n"
+    return file
 
 
 def _narrow_patterns(modules: Sequence[str]) -> list[str]:
@@ -148,143 +129,25 @@ def notes(recipe: Recipe) -> list[str]:
     ]
 
 
-class _Entry(NamedTuple):
-    """One entry of a quant_cfg: layers, quantizers, and the cast that they get; None to disable them."""
-
-    layers: str
-    kinds: tuple[str, ...]
-    cast: Cast | None = None
-
-
 def read(path: Path, blocks: int | None = None) -> Reading:
     """A recipe of `modelopt_recipes`, or a file with a `quant_cfg`; `$import` is followed below its root.
 
     Raises:
         UserError: A quantizer, format or algorithm has no counterpart in a recipe; the sentence names it.
     """
-    content = _resolved(path)
+    root = next((p for p in path.resolve().parents if (p / "configs").is_dir()), path.resolve().parent)
+    content = _loaded(path, root)
     part = content.get("quantize", content) if isinstance(content, Mapping) else None
     if not isinstance(part, Mapping) or not isinstance(part.get("quant_cfg"), list):
         raise UserError(f"{path} has no list quant_cfg; name a recipe of ModelOpt's for quantization")
-    lost = _calibration(path, part.get("algorithm"))
-    entries = [_entry_of(path, item) for item in part["quant_cfg"]]
-    lost += [entry for entry in entries if isinstance(entry, str)]
-    return _reading(path, [e for e in entries if isinstance(e, _Entry)], list(dict.fromkeys(lost)))
-
-
-def _calibration(path: Path, algorithm: Any) -> list[str]:
-    """What is lost of an algorithm."""
+    algorithm = part.get("algorithm")
     method = algorithm.get("method") if isinstance(algorithm, Mapping) else algorithm
     if method not in (None, "max"):
         raise UserError(
             f"{path}: algorithm {method!r} changes weights or scales by a calibration, and a recipe has "
             "none; take the recipe with algorithm: max"
         )
-    said = "algorithm max: largest magnitudes come from each tensor, not from a calibration"
-    return [said] if method else []
-
-
-def _resolved(path: Path) -> Any:
-    """The last document of a file, with its imports in place."""
-    root = next((p for p in path.resolve().parents if (p / "configs").is_dir()), path.resolve().parent)
-
-    def load(file: Path, depth: int) -> Any:
-        if depth > 8:
-            raise UserError(f"{file}: imports lie more than eight deep; write the entries out")
-        documents = yaml_documents(file) or [None]
-        imports: dict[str, str] = {}
-        for document in documents:
-            imports |= dict(document.get("imports") or {}) if isinstance(document, Mapping) else {}
-
-        def imported(name: str) -> Any:
-            target = (root / f"{imports.get(name, name)}.yaml").resolve()
-            if name not in imports or not target.is_relative_to(root):
-                raise UserError(f"{file}: $import {name!r} is not among its imports below {root}; correct it")
-            return load(target, depth + 1)
-
-        def place(value: Any) -> Any:
-            if isinstance(value, Mapping):
-                rest = {k: place(v) for k, v in value.items() if k != "$import"}
-                if "$import" not in value:
-                    return rest
-                base = imported(str(value["$import"]))
-                return {**base, **rest} if isinstance(base, Mapping) else base
-            if isinstance(value, list):
-                made: list[Any] = []
-                for item in map(place, value):
-                    made += item if isinstance(item, list) else [item]
-                return made
-            return value
-
-        return place(documents[-1])
-
-    return load(path, 0)
-
-
-def _entry_of(path: Path, item: Any) -> _Entry | str | None:
-    """An entry; or what is lost with it; or None, if it says nothing about linear layers."""
-    if not isinstance(item, Mapping) or not isinstance(name := item.get("quantizer_name"), str):
-        raise UserError(f"{path}: an entry of quant_cfg without quantizer_name: {item!r}; add it")
-    is_off = item.get("enable") is False
-    if extra := set(item) - {"quantizer_name", "enable", "cfg", "parent_class"}:
-        raise UserError(
-            f"{path}: entry {name!r} has {', '.join(sorted(extra))}, which no recipe holds; remove it"
-        )
-    if "parent_class" in item:
-        if not is_off:
-            raise UserError(
-                f"{path}: entry {name!r} is for {item['parent_class']}, and recipes are for Linear"
-            )
-        return None
-    kind = next((k for k in PLACES if name.endswith(k)), "")
-    layers, kinds = name.removesuffix(kind), (kind,) if kind else tuple(PLACES)
-    if is_off:
-        return _Entry(layers, kinds)
-    if name.endswith("bmm_quantizer"):
-        return f"{name}: a recipe has no KV cache"
-    if not kind:
-        raise UserError(
-            f"{path}: quantizer {name!r} is none of {WEIGHT}, {INPUT}; a recipe has no such place"
-        )
-    return _Entry(layers, kinds, _cast(path, name, item.get("cfg")))
-
-
-def _cast(path: Path, name: str, cfg: Any) -> Cast:
-    given = {k: v for k, v in cfg.items() if v is not None} if isinstance(cfg, Mapping) else {}
-    plain = {k: v for k, v in given.items() if k not in ("type", "effective_bits", "enable")}
-    plain["num_bits"] = _bits(given.get("num_bits"))
-    sizes = plain.pop("block_sizes", None)
-    if isinstance(sizes, Mapping):
-        sizes = {k: _bits(v) if k == "scale_bits" else v for k, v in sizes.items() if k != "type"}
-        plain["block_sizes"] = sizes
-    found = next((c for known, c in NUMERICS if known == plain), None)
-    if found is None:
-        raise UserError(
-            f"{path}: quantizer {name!r} has {given}, for which no cast stands in the table; take another"
-        )
-    return found
-
-
-def _bits(value: Any) -> Any:
-    """The name of a format; a pair (E, M) is also one."""
-    is_pair = isinstance(value, list | tuple) and len(value) == 2
-    return f"e{value[0]}m{value[1]}" if is_pair else value
-
-
-def _reading(path: Path, entries: Sequence[_Entry], lost: list[str]) -> Reading:
-    """The places and layers that a list of entries comes to."""
-    of_layers: dict[str, dict[str, Cast]] = {}
-    keep: list[str] = []
-    for layers, kinds, cast in entries:
-        if cast is not None:
-            of_layers.setdefault(layers, {})[PLACES[kinds[0]]] = cast
-        elif len(kinds) == 1:
-            of_layers.get(layers, {}).pop(PLACES[kinds[0]], None)
-        elif layers == "*":
-            of_layers, keep = {}, []
-        else:  # the layer, and those inside it
-            keep += DISABLED.get(layers, (layers.removesuffix(".*"), layers))
-    of_layers = {layers: casts for layers, casts in of_layers.items() if casts}
+    of_layers, keep, lost = _entries(path, part["quant_cfg"])
     if not of_layers:
         raise UserError(f"{path} enables no {WEIGHT} and no {INPUT}; there is nothing to put into a recipe")
     first, *others = of_layers.values()
@@ -296,9 +159,94 @@ def _reading(path: Path, entries: Sequence[_Entry], lost: list[str]) -> Reading:
     casts = {place: first[place] for place in PLACES.values() if place in first}
     casts |= {p: values_of(SEEN_BEFORE[p]) for p in PASSED if SEEN_BEFORE[p] in first}
     only = [name for layers in of_layers for name in (layers.removesuffix("."), *_ALSO.get(layers, ()))]
+    said = "algorithm max: largest magnitudes come from each tensor, not from a calibration"
     return Reading(
         casts=casts,
         only=() if "*" in of_layers else tuple(dict.fromkeys(only)),
         keep=Keep(tuple(dict.fromkeys(keep))),
-        lost=lost,
+        lost=[*[said] * bool(method), *dict.fromkeys(lost)],
     )
+
+
+def _entries(path: Path, items: list[Any]) -> tuple[dict[str, dict[str, Cast]], list[str], list[str]]:
+    """The casts of each pattern of layers, the layers that stay wide, and what is lost of a quant_cfg."""
+    of_layers: dict[str, dict[str, Cast]] = {}
+    keep: list[str] = []
+    lost: list[str] = []
+    for item in items:
+        if not isinstance(item, Mapping) or not isinstance(name := item.get("quantizer_name"), str):
+            raise UserError(f"{path}: an entry of quant_cfg without quantizer_name: {item!r}; add it")
+        where = f"{path}: entry {name!r}"
+        is_off, parent = item.get("enable") is False, item.get("parent_class")
+        kind = next((k for k in PLACES if name.endswith(k)), "")
+        layers, place = name.removesuffix(kind), PLACES.get(kind, "")
+        if extra := set(item) - {"quantizer_name", "enable", "cfg", "parent_class"}:
+            raise UserError(f"{where} has {', '.join(sorted(extra))}, which no recipe holds; remove it")
+        if parent is not None and not is_off:
+            raise UserError(f"{where} is for {parent}, and recipes are for Linear; remove it")
+        if parent is not None:
+            continue
+        if is_off and kind:
+            of_layers.get(layers, {}).pop(place, None)
+        elif is_off and layers == "*":
+            of_layers, keep = {}, []
+        elif is_off:  # the layer, and those inside it
+            keep += DISABLED.get(layers, (layers.removesuffix(".*"), layers))
+        elif name.endswith("bmm_quantizer"):
+            lost.append(f"{name}: a recipe has no KV cache")
+        elif not kind:
+            raise UserError(
+                f"{path}: quantizer {name!r} is none of {WEIGHT}, {INPUT}; a recipe has no such place"
+            )
+        else:
+            given = _values(item.get("cfg"))
+            if (cast := next((c for known, c in _numerics_read() if known == given), None)) is None:
+                raise UserError(
+                    f"{path}: quantizer {name!r} has {given}, for which no cast stands in the table; take "
+                    "another"
+                )
+            of_layers.setdefault(layers, {})[place] = cast
+    return {layers: casts for layers, casts in of_layers.items() if casts}, keep, lost
+
+
+def _loaded(file: Path, root: Path, depth: int = 0) -> Any:
+    """The last document of a file, with its imports in place."""
+    if depth > 8:
+        raise UserError(f"{file}: imports lie more than eight deep; write the entries out")
+    documents = yaml_documents(read_text(file), file) or [None]
+    imports: dict[str, str] = {}
+    for document in documents:
+        imports |= dict(document.get("imports") or {}) if isinstance(document, Mapping) else {}
+
+    def placed(value: Any) -> Any:
+        if isinstance(value, list):
+            made = (item if isinstance(item, list) else [item] for item in map(placed, value))
+            return [one for several in made for one in several]
+        if not isinstance(value, Mapping):
+            return value
+        rest = {k: placed(v) for k, v in value.items() if k != "$import"}
+        if "$import" not in value:
+            return rest
+        name = str(value["$import"])
+        target = (root / f"{imports.get(name, name)}.yaml").resolve()
+        if name not in imports or not target.is_relative_to(root):
+            raise UserError(f"{file}: $import {name!r} is not among its imports below {root}; correct it")
+        base = _loaded(target, root, depth + 1)
+        return {**base, **rest} if isinstance(base, Mapping) else base
+
+    return placed(documents[-1])
+
+
+@cache
+def _numerics_read() -> list[tuple[Any, Cast]]:
+    return [(_values(yaml_documents(cfg, "NUMERICS")[0]), c) for cfg, c in NUMERICS]
+
+
+def _values(cfg: Any) -> Any:
+    """A cfg without what does not change its values; a format (E, M) by its name."""
+    if isinstance(cfg, list | tuple) and len(cfg) == 2:
+        return f"e{cfg[0]}m{cfg[1]}"
+    if not isinstance(cfg, Mapping):
+        return cfg
+    kept = {k: v for k, v in cfg.items() if k not in ("type", "effective_bits", "enable")}
+    return {k: _values(v) for k, v in kept.items() if v is not None or isinstance(k, int)}

@@ -6,16 +6,18 @@ argument that no table knows is refused by name.
 """
 
 import ast
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from narrowgauge.exchange.reading import Keep, read_text
+from narrowgauge.quantization import Cast
 from narrowgauge.system.errors import UserError, unknown
 
-#: What `ast` raises on text that is not a literal, or is nested too deeply.
-_NO_LITERAL = (ValueError, TypeError, SyntaxError, MemoryError, RecursionError)
+#: torch's and JAX's names of elements.
+FLOAT8 = {"e4m3": "float8_e4m3fn", **{e: f"float8_{e}" for e in ("e5m2", "e4m3fnuz", "e5m2fnuz")}}
 #: The parameters of each class or function in order, with their defaults; None without one.
 Signatures = Mapping[str, Mapping[str, ast.expr | None]]
 
@@ -26,6 +28,32 @@ class Call:
 
     name: str
     arguments: Mapping[str, Any]
+    line: int = field(default=0, compare=False)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Entry:
+    """A line of a tool's table: a call in its Python, and what that means.
+
+    Attributes:
+        text: The call.
+        casts: Its cast in each place that may have it.
+        above: Its names in the tool that passes it on, if that has any.
+    """
+
+    text: str
+    casts: Mapping[str, Cast]
+    above: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """What is called."""
+        return self.text.partition("(")[0]
+
+
+def table(entries: Callable[..., Iterator[Entry]]) -> Callable[..., tuple[Entry, ...]]:
+    """A function that yields entries as one that makes them once."""
+    return cache(lambda *given: tuple(entries(*given)))
 
 
 def signatures(text: str) -> dict[str, dict[str, ast.expr | None]]:
@@ -59,22 +87,12 @@ class PythonFile:
 
     def keep(self) -> Keep:
         """The layers that stay wide, where the file is of the form that `layers.selection` writes."""
-        found = []
-        for name, default in (
-            ("MODULES", ast.List([])),
-            ("FIRST_BLOCKS", ast.Constant(0)),
-            ("LAST_BLOCKS", ast.Constant(0)),
-        ):
-            try:
-                value = ast.literal_eval(self.values.get(name, default))
-            except _NO_LITERAL:
-                raise UserError(f"{self.path}: {name} is not a literal; write its value out") from None
-            if name == "MODULES" and not (isinstance(value, list) and all(isinstance(m, str) for m in value)):
-                raise UserError(f"{self.path}: MODULES is not a list of names; write it as one")
-            if name != "MODULES" and type(value) not in (int, float):
-                raise UserError(f"{self.path}: {name} is not a number; write it as one")
-            found.append(value)
-        return Keep(tuple(found[0]), *found[1:])
+        names = ("MODULES", "FIRST_BLOCKS", "LAST_BLOCKS")
+        try:
+            modules, first, last = (_literal(self.values.get(name, ast.Constant(0))) for name in names)
+        except UserError as error:
+            raise UserError(f"{self.path}: one of {', '.join(names)}: {error}") from None
+        return Keep(modules or (), first, last)
 
     @property
     def lost(self) -> list[str]:
@@ -93,13 +111,45 @@ class PythonFile:
         except UserError as error:
             raise UserError(f"{self.path}, line {node.lineno}: {error}") from None
 
-    def calls(self, *names: str) -> Iterator[ast.expr]:
-        """The calls of these names that are assigned to something at the top level, or returned."""
+    def made(self, thing: str, *names: str) -> Call:
+        """The one call of these names that is assigned to something at the top level, or returned.
+
+        Raises:
+            UserError: There is none, or there are several; `thing` says what of.
+        """
         inside = (node for function in self.functions.values() for node in ast.walk(function))
         returned = (node.value for node in inside if isinstance(node, ast.Return))
-        for value in (*self.values.values(), *returned):
-            if isinstance(value, ast.Call) and _dotted(value.func).rpartition(".")[2] in names:
-                yield value
+        found = [
+            value
+            for value in (*self.values.values(), *returned)
+            if isinstance(value, ast.Call) and _dotted(value.func).rpartition(".")[2] in names
+        ]
+        if len(found) != 1:
+            raise UserError(
+                f"{self.path} makes {len(found)} {thing}; name a file that makes one of {', '.join(names)}"
+            )
+        return self.call(found[0])
+
+    def entry(self, call: Call, entries: Iterable[Entry], ignored: Sequence[str] = ()) -> Entry:
+        """The entry of a table that a call is, but for some arguments.
+
+        Raises:
+            UserError: There is none; the sentence names the arguments that differ from the nearest.
+        """
+
+        def differing(entry: Entry) -> list[str]:
+            row = call_of(entry.text, self.signatures).arguments
+            return [key for key, v in call.arguments.items() if key not in ignored and v != row.get(key)]
+
+        nearest = min(entries, key=lambda entry: (entry.name != call.name, len(differing(entry))))
+        keys = differing(nearest)
+        if keys or nearest.name != call.name:
+            said = ", ".join(f"{key} = {call.arguments[key]!r}" for key in keys) or "no arguments"
+            raise UserError(
+                f"{self.path}, line {call.line}: {call.name} with {said} is not supported; change it to "
+                f"{' '.join(nearest.text.split())}"
+            )
+        return nearest
 
 
 def python_file(path: Path, signatures: Signatures) -> PythonFile:
@@ -146,7 +196,8 @@ def call_of(node: ast.expr | str, signatures: Signatures) -> Call:
             raise unknown(f"argument of {name}", key, parameters)
         given[key] = keyword.value
     nodes = sorted({**parameters, **given}.items())
-    return Call(name, {key: _value(node, signatures) for key, node in nodes if node is not None})
+    arguments = {key: _value(value, signatures) for key, value in nodes if value is not None}
+    return Call(name, arguments, node.lineno)
 
 
 def _value(node: ast.expr, signatures: Signatures) -> Any:
@@ -155,9 +206,13 @@ def _value(node: ast.expr, signatures: Signatures) -> Any:
         return call_of(node, signatures)
     if isinstance(node, ast.Name | ast.Attribute):
         return ".".join(_dotted(node).split(".")[-2:])
+    return _literal(node)
+
+
+def _literal(node: ast.expr) -> Any:
     try:
         return ast.literal_eval(node)
-    except _NO_LITERAL:
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):  # also for nests too deep
         raise UserError(f"{ast.unparse(node)} is not a literal; write its value out") from None
 
 

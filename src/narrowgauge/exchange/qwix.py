@@ -11,92 +11,66 @@ elements as they are.
 Source: qwix 0.1.8 and qwix @ aa623ac, providers/qt.py, core/{dot_general_qt,qarray,numerics}.py.
 """
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from itertools import product
 
 from narrowgauge.exchange.layers import kept
-from narrowgauge.exchange.refusal import Refusal, cast_refusals, outside_products
+from narrowgauge.exchange.python_file import FLOAT8
+from narrowgauge.exchange.refusal import OF_GEMM, Refusal, unlike
 from narrowgauge.quantization import Cast, make_cast
-from narrowgauge.recipes.places import GEMM_PLACES, GEMMS, GROUPS
 from narrowgauge.recipes.recipe import Recipe
 
 VERSION = "qwix 0.1.8"
-DTYPES = {
-    "e4m3": "jnp.float8_e4m3fn",
-    "e5m2": "jnp.float8_e5m2",
-    "e4m3fnuz": "jnp.float8_e4m3fnuz",
-    "e5m2fnuz": "jnp.float8_e5m2fnuz",
-}
 
 
 @cache
-def _said(c: Cast) -> tuple[Cast, ...]:
-    """The casts that qwix has, with the width of this one's block."""
-    width = c.block[1] if c.block and c.block[0] == 1 and c.block[1] else 128
-    return tuple(make_cast({"element": e, "block": b}) for e in DTYPES for b in ("tensor", "row", width))
+def _narrow(tile: int) -> list[Cast]:
+    elements = product(FLOAT8, ("tensor", "row", tile))
+    return [make_cast({"element": element, "block": block}) for element, block in elements]
 
 
-def refusals(recipe: Recipe) -> list[Refusal]:
-    """What qwix cannot express of a recipe."""
-    found = outside_products(recipe, "qwix")
-    wide = make_cast(recipe.compute)
-    casts = recipe.casts
-    for place in GEMM_PLACES:
-        found += cast_refusals(place, casts[place], [*_said(casts[place]), wide], "qwix")
+def choices(recipe: Recipe, place: str) -> list[Cast]:
+    """The casts that qwix has in a place, with the width of the block there."""
+    return [make_cast(recipe.compute), *_narrow(_tile(recipe.casts[place]) or 128)]
+
+
+def others(recipe: Recipe, only: tuple[str, ...], found: Sequence[Refusal]) -> list[Refusal]:
+    """Combinations of casts that qwix supports one by one, but not together."""
     if found:
-        return found
-    for gemm in GEMMS:
-        a, b = (casts[place] for place in GROUPS[gemm])
-        if _tile(a) != _tile(b):
-            why = f"block = {_tile(b)} with {_tile(a)}; qwix tiles both operands of a GEMM alike"
-            found.append(Refusal(gemm, "block", why))
-    if wide in (casts["fprop.x"], casts["fprop.w"]):
+        return []
+    tiles = {place: _tile(c) for place, c in recipe.casts.items()}
+    apart = unlike("block", tiles, OF_GEMM, "qwix tiles both operands of a GEMM alike")
+    if make_cast(recipe.compute) in (recipe.casts["fprop.x"], recipe.casts["fprop.w"]):
         why = "a wide operand in fprop, but qwix leaves a module alone whose weight is not quantized"
-        found.append(Refusal("fprop", "element", why))
-    return found
+        apart.append(Refusal("fprop", "element", why))
+    return apart
 
 
 def _tile(c: Cast) -> int | None:
     return c.block[1] if c.block and c.block[1] else None
 
 
-def text(recipe: Recipe, blocks: int | None = None) -> str:
+def text(recipe: Recipe, only: tuple[str, ...], blocks: int | None) -> str:
     """The Python file."""
     modules, first, last = kept(recipe)
-    keys = ",\n            ".join(f"{k}={v}" for k, v in _rule(recipe).items())
+    casts = recipe.casts
+    tile = _tile(casts["fprop.x"])
     return _FILE.format(
-        patterns=[_regex(m) for m in modules], first=first, last=last, compute=recipe.compute, rule=keys
+        patterns=[_regex(m) for m in modules],
+        first=first,
+        last=last,
+        compute=recipe.compute,
+        bwd=_dtype(casts["dgrad.dy"] if casts["dgrad.dy"].is_scaled else casts["wgrad.dy"]),
+        tile_size=f"\n            tile_size={tile}," if tile else "",
+        dtype={place: _dtype(c) for place, c in casts.items()},
+        tile={place: _tile(c) for place, c in casts.items()},
+        whole={place: c.block is None for place, c in casts.items()},
     )
 
 
-def _rule(recipe: Recipe) -> Mapping[str, Any]:
-    """The keys of the rule for the layers that are narrow."""
-    casts = recipe.casts
-    tile = _tile(casts["fprop.x"])
-    keys: dict[str, Any] = {
-        "act_qtype": _dtype(casts["fprop.x"]),
-        "weight_qtype": _dtype(casts["fprop.w"]),
-        "bwd_qtype": _dtype(casts["dgrad.dy"]) if casts["dgrad.dy"].is_scaled else _dtype(casts["wgrad.dy"]),
-    }
-    keys |= {"tile_size": tile} if tile else {}
-    # Forward: x on the left, w on the right. dlhs is dgrad, drhs is wgrad; a residual is the other operand.
-    more: dict[str, Any] = {"use_original_residuals": True}
-    for side, place in (("lhs", "fprop.x"), ("rhs", "fprop.w")):
-        more[f"{side}_disable_channelwise_axes"] = casts[place].block is None
-    for side, gemm, other in (("dlhs", "dgrad", "w"), ("drhs", "wgrad", "x")):
-        dy, residual = casts[f"{gemm}.dy"], casts[f"{gemm}.{other}"]
-        more[f"{side}_grad_qtype"] = _dtype(dy)
-        more[f"{side}_grad_disable_channelwise_axes"] = dy.block is None
-        more[f"{side}_tile_size"] = _tile(dy)
-        more[f"{side}_residual_qtype"] = _dtype(residual)
-        more[f"{side}_residual_disable_channelwise_axes"] = residual.block is None
-    said = ",\n                ".join(f'"{k}": {v}' for k, v in more.items())
-    return keys | {"additional_qt_config": "{\n                " + said + ",\n            }"}
-
-
 def _dtype(c: Cast) -> str:
-    return DTYPES[c.element.name] if c.is_scaled else "None"
+    return f"jnp.{FLOAT8[c.element.name]}" if c.is_scaled else "None"
 
 
 def _regex(pattern: str) -> str:
@@ -106,6 +80,7 @@ def _regex(pattern: str) -> str:
     return made if "." in pattern else f"(.*/)?{made}"
 
 
+# Forward: x on the left (lhs), w on the right. dlhs is dgrad, drhs is wgrad; a residual is the other operand.
 _FILE = '''\
 import math
 
@@ -131,7 +106,24 @@ def rules(blocks, block_path="blocks/{{}}"):
         QtRule(
             module_path=".*",
             op_names=("dot_general",),
-            {rule},
+            act_qtype={dtype[fprop.x]},
+            weight_qtype={dtype[fprop.w]},
+            bwd_qtype={bwd},{tile_size}
+            additional_qt_config={{
+                "use_original_residuals": True,
+                "lhs_disable_channelwise_axes": {whole[fprop.x]},
+                "rhs_disable_channelwise_axes": {whole[fprop.w]},
+                "dlhs_grad_qtype": {dtype[dgrad.dy]},
+                "dlhs_grad_disable_channelwise_axes": {whole[dgrad.dy]},
+                "dlhs_tile_size": {tile[dgrad.dy]},
+                "dlhs_residual_qtype": {dtype[dgrad.w]},
+                "dlhs_residual_disable_channelwise_axes": {whole[dgrad.w]},
+                "drhs_grad_qtype": {dtype[wgrad.dy]},
+                "drhs_grad_disable_channelwise_axes": {whole[wgrad.dy]},
+                "drhs_tile_size": {tile[wgrad.dy]},
+                "drhs_residual_qtype": {dtype[wgrad.x]},
+                "drhs_residual_disable_channelwise_axes": {whole[wgrad.x]},
+            }},
         ),
     ]
 '''

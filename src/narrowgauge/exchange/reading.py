@@ -86,18 +86,19 @@ def read_text(path: Path) -> str:
         raise UserError(f"{path} cannot be read: {error}") from None
 
 
-def yaml_documents(path: Path) -> list[Any]:
-    """The documents of a YAML file, of plain values only.
+def yaml_documents(text: str, where: Path | str) -> list[Any]:
+    """The documents of YAML, of plain values only.
 
     Raises:
-        UserError: PyYAML is not installed, the file cannot be read, or it is not YAML.
+        UserError: PyYAML is not installed, or it is not YAML.
     """
     try:
         import yaml
     except ImportError:
-        raise UserError(f"{path} is YAML, which needs PyYAML; install it with 'pip install pyyaml'") from None
-    text = read_text(path)
+        raise UserError(
+            f"{where} is YAML, which needs PyYAML; install it with 'pip install pyyaml'"
+        ) from None
     try:
         return [document for document in yaml.safe_load_all(text) if document is not None]
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not YAML: {error}; correct that line") from None
+        raise UserError(f"{where} is not YAML: {error}; correct that line") from None

@@ -2,29 +2,24 @@
 
 A tool is described by tables of casts, and an operand must equal one of them in every field. So a key that is
 new in recipes is refused for every tool until its meaning there is written down. The same holds for a
-recipe's fields: those that no GEMM sees are listed here, any other must be at its default.
+recipe's other facts: those that no GEMM sees are listed here, any other must be at its default.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 
-from narrowgauge.quantization import Cast, make_cast
-from narrowgauge.recipes.attention_places import is_wide
-from narrowgauge.recipes.describe import (
-    WORDS,
-    cast_text,
-    default_of,
-    key_value,
-    wide_and_other_rules,
-)
-from narrowgauge.recipes.places import GEMM_PLACES, STATE_PLACES, WIDE_STATE
+from narrowgauge.quantization import Cast
+from narrowgauge.recipes.describe import NONE, cast_text, key_value, recipe_facts, wide_and_other_rules
+from narrowgauge.recipes.places import GEMM_PLACES, GEMMS, GROUPS
 from narrowgauge.recipes.recipe import Recipe
 from narrowgauge.system.errors import UserError
 from narrowgauge.system.toml_text import toml_value
 
-# Fields of a recipe that a target handles, and those that affect no value.
-_OF_PRODUCTS = ("casts", "attention", "rules", "compute", "state", "saved")
-_NO_NUMBERS = (*WORDS, "gather", "offload")
+#: The operands of each GEMM.
+OF_GEMM = {gemm: GROUPS[gemm] for gemm in GEMMS}
+# The facts of a recipe that a target handles, and those that affect no value.
+_HANDLED = (*GEMM_PLACES, "compute", "keep", "saved", "gather", "offload")
 _CLOCK = ("from_step", "from_share", "from_decay", "until_step", "until_share", "until_decay")
 
 
@@ -66,18 +61,19 @@ def refused(recipe: Recipe, target: str, refusals: Sequence[Refusal]) -> Refused
     )
 
 
+@cache
+def _plain_facts(compute: str) -> Mapping[str, str]:
+    return recipe_facts(Recipe.from_dict({"compute": compute}))
+
+
 def outside_products(recipe: Recipe, target: str) -> list[Refusal]:
-    """What no target expresses: state, gradients on the wire, rules, and every field that is unknown here."""
-    products = {p: c for p, c in recipe.casts.items() if p in GEMM_PLACES}
-    unset: Mapping[str, Mapping[str, Cast | None]] = {
-        "state": {p: c for p, c in recipe.state.items() if p not in STATE_PLACES or c != WIDE_STATE[p]},
-        "it": {p: c for p, c in recipe.casts.items() if p not in products and c != make_cast(recipe.compute)},
-        "attention": {p: c for p, c in recipe.attention.items() if not is_wide(c, recipe.compute)},
-    }
+    """What no target expresses: state, gradients on the wire, rules, and every fact that is unknown here."""
+    plain = _plain_facts(recipe.compute)
     found = [
-        Refusal(place, place, f"{place} = {cast_text(c)}, and {target} does not set {what}")
-        for what, casts in unset.items()
-        for place, c in casts.items()
+        Refusal(key, key, f"{key} = {value}, and {target} does not set it")
+        for key, value in recipe_facts(recipe).items()
+        if key not in _HANDLED and not key.startswith("rule ")
+        if value not in (plain.get(key, recipe.compute), NONE)
     ]
     found += [
         Refusal(place, place, f"{place} = {c.name}, a custom function, which {target} cannot call")
@@ -91,11 +87,6 @@ def outside_products(recipe: Recipe, target: str) -> list[Refusal]:
     if isinstance(saved, Cast) or (saved == "operand" and not is_same):
         why = f"saved = {cast_text(saved)}, but {target} makes wgrad.x of the input itself"
         found.append(Refusal("saved", "saved", why))
-    for f in fields(recipe):
-        value = getattr(recipe, f.name)
-        if f.name not in (*_OF_PRODUCTS, *_NO_NUMBERS) and value != default_of(recipe, f.name):
-            said = cast_text(value) if isinstance(value, Cast) else str(value)
-            found.append(Refusal(f.name, f.name, f"{f.name} = {said}, and {target} does not set it"))
     return found + _other_rules(recipe, target)
 
 
@@ -119,10 +110,9 @@ def _other_rules(recipe: Recipe, target: str) -> list[Refusal]:
     return [Refusal("", key, why) for key, why in found]
 
 
-def cast_refusals(place: str, c: Cast, said: Iterable[Cast], target: str) -> list[Refusal]:
+def cast_refusals(place: str, c: Cast, said: Sequence[Cast], target: str) -> list[Refusal]:
     """Refusals of a cast that a target cannot express: the keys in which the nearest differs."""
-    casts = list(said)
-    if c in casts:
+    if c in said:
         return []
 
     def distance(other: Cast) -> tuple[bool, bool, int]:
@@ -130,11 +120,24 @@ def cast_refusals(place: str, c: Cast, said: Iterable[Cast], target: str) -> lis
         keys = _differing(c, other)
         return "element" in keys, "block" in keys, len(keys)
 
-    nearest = min([other for other in casts if other.is_scaled == c.is_scaled] or casts, key=distance)
+    nearest = min([other for other in said if other.is_scaled == c.is_scaled] or said, key=distance)
     return [
         Refusal(place, key, f"{key} = {_shown(key, c)}, where {target} has {_shown(key, nearest)}")
         for key in _differing(c, nearest)
     ]
+
+
+def unlike(
+    key: str, values: Mapping[str, object], groups: Mapping[str, Sequence[str]], rule: str
+) -> list[Refusal]:
+    """Refusals of groups whose places need one value; `rule` says so of the target."""
+    found = []
+    for place, group in groups.items():
+        different = dict.fromkeys(values[p] for p in group if p in values)
+        if len(different) > 1:
+            why = f"{key} = {' and '.join(map(str, different))} in {', '.join(group)}; {rule}"
+            found.append(Refusal(place, key, why))
+    return found
 
 
 def _differing(c: Cast, other: Cast) -> list[str]:

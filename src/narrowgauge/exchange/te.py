@@ -1,99 +1,95 @@
 """A recipe for TransformerEngine: one of its recipe objects, or a quantizer factory for `CustomRecipe`."""
 
 import ast
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from narrowgauge.exchange.layers import kept, selection
-from narrowgauge.exchange.python_file import Call, PythonFile, call_of, python_file
+from narrowgauge.exchange.python_file import Call, Entry, PythonFile, python_file
 from narrowgauge.exchange.reading import Reading
-from narrowgauge.exchange.refusal import Refusal, cast_refusals, outside_products
+from narrowgauge.exchange.refusal import OF_GEMM, Refusal, unlike
 from narrowgauge.exchange.te_tables import (
+    ACCUMULATION,
     RECIPES,
     SIGNATURES,
     TENSORS,
-    Quantizer,
-    named_recipe,
+    delayed_scaling,
     own_recipe,
+    own_recipes,
     quantizers,
 )
-from narrowgauge.quantization import Cast
+from narrowgauge.quantization import Cast, make_cast
 from narrowgauge.recipes.describe import wide_and_other_rules
-from narrowgauge.recipes.places import GEMMS, SEEN_BEFORE, values_of
+from narrowgauge.recipes.places import GEMM_PLACES, SEEN_BEFORE, values_of
 from narrowgauge.recipes.recipe import Recipe
 from narrowgauge.system.errors import UserError
 
 VERSION = "TransformerEngine 2.20.0.dev0 (d0067d0, 2026-08-22)"
 FACTORY = "qfactory"
+#: The places that a HybridQuantizer can make of the values of the other one; not gradients.
+_DEQUANTIZED = ("dgrad.w", "wgrad.x")
+_FP8 = "Float8CurrentScalingQuantizer"
 
 
-def refusals(recipe: Recipe) -> list[Refusal]:
-    """What TransformerEngine cannot express of a recipe."""
-    return [*outside_products(recipe, "te"), *of_products(recipe, "te")]
-
-
-def of_products(recipe: Recipe, target: str) -> list[Refusal]:
-    """The same for the six operands; `target` is the tool that passes them to TransformerEngine."""
+def choices(recipe: Recipe, place: str) -> list[Cast]:
+    """The casts that TransformerEngine has in a place, and those values of the tensor's other place."""
     if own_recipe(recipe) is not None:
+        return [recipe.casts[place]]
+    found = [q.casts[place] for q in quantizers(recipe.compute) if place in q.casts]
+    if place not in _DEQUANTIZED:
+        return found
+    of = SEEN_BEFORE[place]
+    return [*found, values_of(of), *(replace(c, of=of) for c in found if c.is_scaled)]
+
+
+def others(recipe: Recipe, only: tuple[str, ...], found: Sequence[Refusal]) -> list[Refusal]:
+    """GEMMs whose operands are of two kinds, or both in E5M2: neither is supported there."""
+    if own_recipe(recipe) is not None or any(refusal.place in GEMM_PLACES for refusal in found):
         return []
-    found: list[Refusal] = []
-    for tensor, row, column in TENSORS:
-        options = [q for q in quantizers(recipe.compute) if tensor in q.tensors]
-        found += cast_refusals(row, recipe.casts[row], (q.row for q in options), target)
-        second = recipe.casts[column]
-        if second.of and column != "wgrad.dy":  # columnwise_source is not for gradients
-            if not second.is_scaled:
-                continue
-            second = replace(second, of="")
-        found += cast_refusals(column, second, (q.column for q in options if q.column), target)
-    return found or _unmultiplied(recipe)
+    kinds: dict[str, str] = {}
+    for pair in TENSORS.values():
+        kinds |= {p: q.name for p, q in zip(pair, _quantizers_of(recipe, *pair), strict=True)}
+    e5m2 = {p for p, kind in kinds.items() if kind == _FP8 and recipe.casts[p].element.name == "e5m2"}
+    return [
+        *unlike("element", kinds, OF_GEMM, "TransformerEngine does not multiply two kinds"),
+        *(
+            Refusal(gemm, "element", "both operands in e5m2, which TransformerEngine does not multiply")
+            for gemm, places in OF_GEMM.items()
+            if e5m2.issuperset(places)
+        ),
+    ]
 
 
-def _unmultiplied(recipe: Recipe) -> list[Refusal]:
-    """GEMMs whose operands are of two families, or both in E5M2: neither is supported there."""
-    families: dict[str, list[str]] = {gemm: [] for gemm in GEMMS}
-    for tensor, row, column in TENSORS:
-        for place, quantizer in zip((row, column), _quantizers_of(recipe, tensor, row, column), strict=True):
-            families[place.split(".")[0]].append(quantizer.family)
-    found = []
-    for gemm, (a, b) in families.items():
-        is_fp8 = {a, b} == {"fp8 e4m3", "fp8 e5m2"}
-        if (a != b and not is_fp8) or a == b == "fp8 e5m2":
-            why = f"operands of two kinds ({a}, {b}), which te does not multiply"
-            found.append(Refusal(gemm, "element", why))
-    return found
-
-
-def _quantizers_of(recipe: Recipe, tensor: str, row: str, column: str) -> tuple[Quantizer, Quantizer]:
+def _quantizers_of(recipe: Recipe, row: str, column: str) -> tuple[Entry, Entry]:
     """The quantizers of a tensor's two directions; the same one twice if one makes both."""
-    first, second = recipe.casts[row], recipe.casts[column]
-    options = [q for q in quantizers(recipe.compute) if tensor in q.tensors]
-    of_row = next(q for q in options if q.row == first)
-    if second.of and not second.is_scaled:
-        return of_row, options[0]
-    plain = replace(second, of="")
-    both = next((q for q in options if (q.row, q.column) == (first, plain) and not second.of), None)
-    return (both, both) if both else (of_row, next(q for q in options if q.column == plain))
+    options, (first, second) = quantizers(recipe.compute), (recipe.casts[place] for place in (row, column))
+    plain = (
+        second if not second.of else replace(second, of="") if second.is_scaled else make_cast(recipe.compute)
+    )
+    of_row = [q for q in options if q.casts.get(row) == first]
+    of_column = [q for q in options if q.casts.get(column) == plain]
+    both = [] if second.of else [q for q in of_row if q in of_column]
+    return (both[0], both[0]) if both else (of_row[0], of_column[0])
 
 
-def text(recipe: Recipe, blocks: int | None = None) -> str:
+def text(recipe: Recipe, only: tuple[str, ...], blocks: int | None) -> str:
     """The Python file."""
     own = own_recipe(recipe)
-    parts = ["import math\nfrom fnmatch import fnmatchcase\n\nimport torch"]
-    names = ["CustomRecipe"] if own is None else [own.text.partition("(")[0]]
-    names += [n for n in ("Format", "MMParams") if own and (f"{n}." in own.text or f"{n}(" in own.text)]
-    parts.append(f"from transformer_engine.common.recipe import {', '.join(names)}")
-    if needs_factory(recipe):
-        parts.append(_factory(recipe))
-    made = _wrapped(own.text) if own else f"CustomRecipe(qfactory={FACTORY})"
-    parts.append(f"\nRECIPE = {made}\n")
-    return "\n".join(parts) + "\n" + selection(recipe)
+    made = f"CustomRecipe(qfactory={FACTORY})" if own is None else _wrapped(own.text)
+    names = [name for name in ("Format", "MMParams") if f"{name}." in made or f"{name}(" in made]
+    return (
+        "import math\nfrom fnmatch import fnmatchcase\n\nimport torch\n"
+        f"from transformer_engine.common.recipe import {', '.join([made.partition('(')[0], *names])}\n"
+        f"{_factory(recipe) if needs_factory(recipe) else ''}\n"
+        f"RECIPE = {made}\n\n{selection(recipe)}"
+    )
 
 
 def needs_factory(recipe: Recipe) -> bool:
     """Whether the file has a quantizer factory: Megatron has no name for the recipe, and needs one."""
     own = own_recipe(recipe)
-    return own is None or not (own.megatron or own.arguments)
+    return own is None or not own.above
 
 
 def _wrapped(call: str) -> str:
@@ -106,36 +102,35 @@ def _wrapped(call: str) -> str:
 
 def _factory(recipe: Recipe) -> str:
     """The quantizer factory of six casts, after its imports."""
-    cases, used = [], {"IdentityQuantizer"}
-    for tensor, row, column in TENSORS:
-        first, second = _quantizers_of(recipe, tensor, row, column)
-        made = first.text
-        of = recipe.casts[column].of
+    cases = []
+    for tensor, (row, column) in TENSORS.items():
+        first, second = _quantizers_of(recipe, row, column)
+        of, made = recipe.casts[column].of, first.text
         if first is not second or of:
             source = "rowwise_dequantized" if of else "original"
-            made = (
-                f"HybridQuantizer(\n            rowwise_quantizer={first.text},\n            "
-                f"columnwise_quantizer={second.text},\n            "
-                f'columnwise_source="{source}",\n        )'
-            )
-        used |= {n for n in _MODULES if f"{n}(" in made}
-        cases.append(f'    if is_linear and role.tensor_type == "{tensor}":\n        return {made}')
-    te = "from transformer_engine.pytorch"
-    imports = [f"{te}.constants import DType"] if "DType." in "".join(cases) else []
-    imports += [f"{te}.tensor.{_MODULES[n]} import {n}" for n in sorted(used)]
-    return "\n".join(
-        [
-            *imports,
-            f"\n\ndef {FACTORY}(role):",
-            '    """The quantizer of one tensor of one layer."""',
-            '    is_linear = role is not None and role.module_type in ("linear", "grouped_linear")',
-            *cases,
-            "    return IdentityQuantizer()",
-            "",
-        ]
-    )
+            made = _HYBRID.format(row=first.text, column=second.text, source=source)
+        cases.append(f'    if is_linear and role.tensor_type == "{tensor}":\n        return {made}\n')
+    body = _FACTORY.format(cases="".join(cases))
+    imports = ["from transformer_engine.pytorch.constants import DType\n"] * ("DType." in body)
+    for name in sorted(name for name in _MODULES if f"{name}(" in body):
+        imports.append(f"from transformer_engine.pytorch.tensor.{_MODULES[name]} import {name}\n")
+    return "".join(imports) + body
 
 
+_HYBRID = """\
+HybridQuantizer(
+            rowwise_quantizer={row},
+            columnwise_quantizer={column},
+            columnwise_source="{source}",
+        )"""
+_FACTORY = '''
+
+def qfactory(role):
+    """The quantizer of one tensor of one layer."""
+    is_linear = role is not None and role.module_type in ("linear", "grouped_linear")
+{cases}    return IdentityQuantizer()
+
+'''
 _MODULES = {
     "Float8BlockQuantizer": "float8_blockwise_tensor",
     "Float8CurrentScalingQuantizer": "float8_tensor",
@@ -160,7 +155,7 @@ def notes(recipe: Recipe) -> list[str]:
 def notes_of_values(recipe: Recipe) -> list[str]:
     """How the values of TransformerEngine differ."""
     own, casts = own_recipe(recipe), recipe.casts.values()
-    fast = (own is None or own.arguments) and recipe.casts["fprop.x"].element.bits == 8
+    fast = (own is None or own.name == "DelayedScaling") and recipe.casts["fprop.x"].element.bits == 8
     said = {
         "Stochastic rounding has the same two neighbours and other random bits: runs agree on average.": any(
             c.is_random for c in casts
@@ -183,29 +178,32 @@ def read(path: Path, blocks: int | None = None) -> Reading:
     file = python_file(path, SIGNATURES)
     if FACTORY in file.functions:
         return Reading(casts=_of_factory(file), keep=file.keep(), lost=file.lost)
-    made = list(file.calls(*RECIPES))
-    if len(made) != 1:
-        raise UserError(
-            f"{path} makes {len(made)} recipes of TransformerEngine's; name a file that makes one of "
-            f"{', '.join(RECIPES)}, or that has a quantizer factory called {FACTORY}"
-        )
-    try:
-        own, lost = named_recipe(file.call(made[0]))
-    except UserError as error:
-        raise UserError(f"{path}, line {made[0].lineno}: {error}") from None
+    call = file.made(f"recipes of TransformerEngine's and has no function {FACTORY}", *RECIPES)
+    given, table = call.arguments, own_recipes()
+    if call.name == "DelayedScaling":
+        word = "E4M3" if given["fp8_format"] == "Format.E4M3" else "HYBRID"
+        algorithm = "most_recent" if given["amax_compute_algo"] == "most_recent" else "max"
+        table = (delayed_scaling(word, given["amax_history_len"], algorithm, given["margin"]),)
+    lost = [
+        f"{key} with use_split_accumulator=False: the recipe accumulates in fp32"
+        for key in ACCUMULATION
+        if key in given and not given[key].arguments["use_split_accumulator"]
+    ]
+    own = file.entry(call, table, ACCUMULATION)
     return Reading(casts=own.casts, keep=file.keep(), lost=[*lost, *file.lost])
 
 
 def _of_factory(file: PythonFile) -> dict[str, Cast]:
     """The casts of the six places, from what a factory returns for each type of tensor."""
     casts: dict[str, Cast] = {}
-    places = {tensor: (row, column) for tensor, row, column in TENSORS}
     for node in ast.walk(file.functions[FACTORY]):
         if isinstance(node, ast.If):
-            said = [c.value for c in ast.walk(node.test) if isinstance(c, ast.Constant) and c.value in places]
+            said = [
+                c.value for c in ast.walk(node.test) if isinstance(c, ast.Constant) and c.value in TENSORS
+            ]
             match said, node.body, node.orelse:
                 case [str() as tensor], [ast.Return(value=ast.expr() as value)], []:
-                    casts |= _directions(file, value, tensor, *places[tensor])
+                    casts |= _directions(file, file.call(value), *TENSORS[tensor])
                 case _:
                     raise UserError(
                         f"{file.path}, line {node.lineno}: a branch of {FACTORY} that is not "
@@ -214,29 +212,18 @@ def _of_factory(file: PythonFile) -> dict[str, Cast]:
     return casts
 
 
-def _directions(file: PythonFile, node: ast.expr, tensor: str, row: str, column: str) -> dict[str, Cast]:
+def _directions(file: PythonFile, call: Call, row: str, column: str) -> dict[str, Cast]:
     """The casts of the two places of a tensor."""
-    call = file.call(node)
+
+    def made(call: Call, place: str) -> Mapping[str, Cast]:
+        return file.entry(call, (q for q in quantizers("bf16") if place in q.casts)).casts
+
     if call.name != "HybridQuantizer":
-        quantizer = _quantizer(file, call, node, tensor)
-        return {row: quantizer.row} | ({column: quantizer.column} if quantizer.column else {})
-    first = _quantizer(file, call.arguments["rowwise_quantizer"], node, tensor)
-    made = _quantizer(file, call.arguments["columnwise_quantizer"], node, tensor).column
-    if made is None:
-        raise UserError(f"{file.path}, line {node.lineno}: a quantizer without that direction; name another")
+        casts = made(call, row)
+        return {place: casts[place] for place in (row, column) if place in casts}
+    first, second = call.arguments["rowwise_quantizer"], call.arguments["columnwise_quantizer"]
+    cast = made(second, column)[column]
     if call.arguments["columnwise_source"] != "original":
         of = SEEN_BEFORE[column]
-        made = replace(made, of=of) if made.is_scaled else values_of(of)
-    return {row: first.row, column: made}
-
-
-def _quantizer(file: PythonFile, call: Call, node: ast.expr, tensor: str) -> Quantizer:
-    """The row of the table of quantizers that a call makes."""
-    rows = (q for q in quantizers("bf16") if tensor in q.tensors)
-    found = next((q for q in rows if call_of(q.text, SIGNATURES) == call), None)
-    if found is None:
-        raise UserError(
-            f"{file.path}, line {node.lineno}: {ast.unparse(node)} as the quantizer of {tensor}, which no "
-            "recipe holds; take one that `narrowgauge recipes NAME --to te` writes"
-        )
-    return found
+        cast = replace(cast, of=of) if cast.is_scaled else values_of(of)
+    return {row: made(first, row)[row], column: cast}

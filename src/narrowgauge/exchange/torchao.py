@@ -5,19 +5,20 @@ operand is scaled along which axis), prototype/moe_training/{config,mxfp8_linear
 (NVFP4TrainingConfig) is refused: block scales are at least 2^-6 there (nvfp4_training/quantize_2d_triton.py).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from narrowgauge.exchange.layers import selection
-from narrowgauge.exchange.python_file import Call, PythonFile, python_file, signatures
+from narrowgauge.exchange.python_file import FLOAT8, Call, Entry, PythonFile, python_file, signatures, table
 from narrowgauge.exchange.reading import Reading
-from narrowgauge.exchange.refusal import Refusal, cast_refusals, outside_products
+from narrowgauge.exchange.refusal import OF_GEMM, Refusal, unlike
 from narrowgauge.quantization import Cast, make_cast
-from narrowgauge.recipes.places import GEMM_PLACES
+from narrowgauge.recipes.places import GEMM_PLACES, GROUPS
 from narrowgauge.recipes.recipe import Recipe
-from narrowgauge.system.errors import UserError, unknown
+from narrowgauge.system.errors import UserError
 
 VERSION = "torchao 0.18.0"
 # The two GEMMs of each tensor, and the fields of Float8LinearConfig for its casts there.
@@ -26,12 +27,7 @@ TENSORS = (
     ("fprop.w", "cast_config_weight", "dgrad.w", "cast_config_weight_for_grad_input"),
     ("dgrad.dy", "cast_config_grad_output", "wgrad.dy", "cast_config_grad_output_for_grad_weight"),
 )
-DTYPES = {
-    "e4m3": "torch.float8_e4m3fn",
-    "e5m2": "torch.float8_e5m2",
-    "e4m3fnuz": "torch.float8_e4m3fnuz",
-    "e5m2fnuz": "torch.float8_e5m2fnuz",
-}
+DTYPES = {element: f"torch.{name}" for element, name in FLOAT8.items()}
 BLOCKS = {"tensor": "ScalingGranularity.TENSORWISE", "row": "ScalingGranularity.AXISWISE"}
 MX_MODES = {"rceil": "ScaleCalculationMode.RCEIL", "floor": "ScaleCalculationMode.FLOOR"}
 #: The parameters of torchao's classes; a cast that is None is the tensor's other one.
@@ -54,6 +50,8 @@ MXFP8TrainingOpConfig(
     scale_calculation_mode=ScaleCalculationMode.RCEIL, pad_token_groups_for_grouped_mm=False,
 )
 """)
+#: Those that change no values.
+_NO_VALUES = ("kernel_preference", "out_dtype", "pad_token_groups_for_grouped_mm")
 _ROW = {"element": "e4m3", "block": "row", "power_of_two": True}
 #: Float8LinearConfig.from_recipe_name: the casts of each name in the order of `GEMM_PLACES`.
 NAMED: Mapping[str, tuple[Any, ...]] = {
@@ -61,130 +59,152 @@ NAMED: Mapping[str, tuple[Any, ...]] = {
     "rowwise": (_ROW,) * 6,
     "rowwise_with_gw_hp": (*(_ROW,) * 3, {"element": "e4m3", "power_of_two": True}, "bf16", "bf16"),
 }
+_MX = """\
+MXFP8TrainingOpConfig(
+    kernel_preference=KernelPreference.AUTO,
+    out_dtype=torch.{dtype},
+    wgrad_with_hp={is_wide},
+    scale_calculation_mode={mode},
+)"""
 _FAST = "the output's GEMM with use_fast_accum=True: the recipe accumulates in fp32"
 
 
-def _cast(element: str, block: str, power_of_two: bool) -> Cast:
-    return make_cast({"element": element, "block": block, "power_of_two": power_of_two})
+@table
+def named() -> Iterator[Entry]:
+    """Float8 configurations by name."""
+    for name, casts in NAMED.items():
+        of_places = dict(zip(GEMM_PLACES, map(make_cast, casts), strict=True))
+        for argument in (f'"{name}"', f'"{name.upper()}"', f"Float8LinearRecipeName.{name.upper()}"):
+            yield Entry(f"from_recipe_name({argument})", of_places)
 
 
-def _mx(rule: str) -> Cast:
-    return make_cast({"cast": "mxfp8", "scale_rule": rule})
+@table
+def mxfp8(compute: str) -> Iterator[Entry]:
+    """The MXFP8 training: in all GEMMs, or in all but wgrad."""
+    for (rule, mode), is_wide in product(MX_MODES.items(), (False, True)):
+        casts = dict.fromkeys(GEMM_PLACES, make_cast({"cast": "mxfp8", "scale_rule": rule}))
+        casts |= dict.fromkeys(GROUPS["wgrad"] if is_wide else (), make_cast(compute))
+        dtype = "bfloat16" if compute == "bf16" else "float32"
+        yield Entry(_MX.format(dtype=dtype, is_wide=is_wide, mode=mode), casts)
 
 
-def _mx_mode(recipe: Recipe) -> str:
-    """The scale rule of torchao's MXFP8 training that a recipe uses; "" if none."""
-    for rule, wgrad in product(MX_MODES, (True, False)):
-        if _mxfp8_casts(rule, wgrad, recipe.compute) == dict(recipe.casts):
-            return rule
-    return ""
+@table
+def operands(compute: str, powers: bool) -> Iterator[Entry]:
+    """The casts of an operand; `powers` is the configuration's round_scales_to_power_of_2."""
+    for element, dtype in DTYPES.items():
+        for block, granularity in BLOCKS.items():
+            cast = make_cast({"element": element, "block": block, "power_of_two": powers})
+            text = f"CastConfig(\n        ScalingType.DYNAMIC, {granularity}, {dtype}\n    )"
+            yield Entry(text, dict.fromkeys(GEMM_PLACES, cast))
+        text = f"CastConfig(ScalingType.DISABLED, target_dtype={dtype})"
+        yield Entry(text, dict.fromkeys(GEMM_PLACES, make_cast(compute)))
 
 
-def _mxfp8_casts(rule: str, wgrad: bool, compute: str) -> dict[str, Cast]:
-    """The casts of the MXFP8 training: in all GEMMs, or in all but wgrad."""
-    mx, wide = _mx(rule), make_cast(compute)
-    return {place: mx if wgrad or not place.startswith("wgrad") else wide for place in GEMM_PLACES}
+def _mxfp8(recipe: Recipe) -> Entry | None:
+    """The MXFP8 training of a recipe; None for another."""
+    return next((e for e in mxfp8(recipe.compute) if e.casts == recipe.casts), None)
 
 
-def refusals(recipe: Recipe) -> list[Refusal]:
-    """What torchao cannot express of a recipe."""
-    found = outside_products(recipe, "torchao")
-    if _mx_mode(recipe):
-        return found
-    said = [make_cast(recipe.compute), *(_cast(*keys) for keys in product(DTYPES, BLOCKS, (False, True)))]
+def choices(recipe: Recipe, place: str) -> list[Cast]:
+    """The casts that torchao has in a place."""
+    entries = operands(recipe.compute, False) + operands(recipe.compute, True)
     if any(c.scale == "e8m0" for c in recipe.casts.values()):
-        said += map(_mx, MX_MODES)
-    for place in GEMM_PLACES:
-        found += cast_refusals(place, recipe.casts[place], said, "torchao")
-    return found or _together(recipe)
+        entries += mxfp8(recipe.compute)
+    return [entry.casts[place] for entry in entries]
 
 
-def _together(recipe: Recipe) -> list[Refusal]:
+def others(recipe: Recipe, only: tuple[str, ...], found: Sequence[Refusal]) -> list[Refusal]:
     """Combinations of casts that torchao supports one by one, but not together."""
-    casts, found = recipe.casts, []
+    casts = recipe.casts
+    if found or _mxfp8(recipe):
+        return []
     if any(c.scale == "e8m0" for c in casts.values()):
         why = "MXFP8 in some places, which torchao has in all three GEMMs, or in all but wgrad"
         return [Refusal("", "scale", why)]
-    if len({c.power_of_two for c in casts.values() if c.is_scaled}) > 1:
-        found.append(
-            Refusal("", "power_of_two", "power_of_two in some places, which torchao has in all or none")
-        )
-    for first, _, second, _ in TENSORS:
-        a, b = casts[first], casts[second]
-        if a.is_scaled and b.is_scaled and a.element != b.element:
-            why = f"element = {b.element.name!r} with {a.element.name!r} in {first}; torchao has one a tensor"
-            found.append(Refusal(second, "element", why))
-    for first, second in zip(GEMM_PLACES[::2], GEMM_PLACES[1::2], strict=True):
-        if casts[first].is_scaled != casts[second].is_scaled:
-            why = f"one wide operand and one narrow in {first}, {second}; torchao has both or none"
-            found.append(Refusal(first.split(".")[0], "element", why))
-    return found
-
-
-def text(recipe: Recipe, blocks: int | None = None) -> str:
-    """The Python file."""
-    rule = _mx_mode(recipe)
-    config, convert = _mxfp8(recipe, rule) if rule else _float8(recipe)
-    head = "import math\nfrom fnmatch import fnmatchcase\n\nimport torch\n"
-    return f"{head}{config}\n{selection(recipe)}{convert}"
-
-
-def _float8(recipe: Recipe) -> tuple[str, str]:
-    """(the imports and the configuration, the function that converts a model)."""
-    lines = [
-        "from torchao.float8 import convert_to_float8_training",
-        "from torchao.float8.config import (\n    CastConfig,\n    Float8GemmConfig,",
-        "    Float8LinearConfig,\n    ScalingGranularity,\n    ScalingType,\n)\n",
-        "CONFIG = Float8LinearConfig(",
+    scaled = {place: c for place, c in casts.items() if c.is_scaled}
+    elements = {place: c.element.name for place, c in scaled.items()}
+    powers = {place: c.power_of_two for place, c in scaled.items()}
+    widths = {place: "narrow" if place in scaled else "wide" for place in casts}
+    of_tensor = {second: (first, second) for first, _, second, _ in TENSORS}
+    return [
+        *unlike("power_of_two", powers, {"": GEMM_PLACES}, "torchao has it in all places or none"),
+        *unlike("element", elements, of_tensor, "torchao has one a tensor"),
+        *unlike("element", widths, OF_GEMM, "torchao has both wide or both narrow"),
     ]
-    for first, name, second, name_2 in TENSORS:
-        a, b = recipe.casts[first], recipe.casts[second]
-        dtype = DTYPES.get((a if a.is_scaled else b).element.name, DTYPES["e4m3"])  # one in both GEMMs
-        for place, field, c in ((first, name, a), (second, name_2, b)):
-            said = f"ScalingType.DISABLED, target_dtype={dtype}"
-            if c.is_scaled:
-                block = BLOCKS["tensor" if c.block is None else "row"]
-                said = f"\n        ScalingType.DYNAMIC, {block}, {dtype}\n    "
-            lines += [f"    # {place}", f"    {field}=CastConfig({said}),"]
-    exact = "Float8GemmConfig(use_fast_accum=False)"
-    lines += [f"    gemm_config_{p}={exact}," for p in ("output", "grad_input", "grad_weight")]
-    powers = any(c.power_of_two for c in recipe.casts.values())
-    lines += [f"    round_scales_to_power_of_2={powers},", ")\n"]
-    convert = _CONVERT.format(
-        call="convert_to_float8_training(\n        model, config=config, "
-        "module_filter_fn=lambda _, name: name not in wide\n    )",
-        note="; without FP8 give it replace(CONFIG, emulate=True)",
-    )
-    return "\n".join(lines), convert
 
 
-def _mxfp8(recipe: Recipe, rule: str) -> tuple[str, str]:
-    """The same for MXFP8."""
-    config = (
-        "from torchao.prototype.moe_training.config import MXFP8TrainingOpConfig\n"
-        "from torchao.prototype.mx_formats.config import ScaleCalculationMode\n"
-        "from torchao.quantization import quantize_\n"
-        "from torchao.quantization.quantize_.common import KernelPreference\n\n"
-        "CONFIG = MXFP8TrainingOpConfig(\n    kernel_preference=KernelPreference.AUTO,\n"
-        f"    out_dtype=torch.{'bfloat16' if recipe.compute == 'bf16' else 'float32'},\n"
-        f"    wgrad_with_hp={not recipe.casts['wgrad.x'].is_scaled},\n"
-        f"    scale_calculation_mode={MX_MODES[rule]},\n)\n"
-    )
-    call = (
-        "quantize_(\n        model,\n        config,\n        filter_fn=lambda module, name: "
-        "isinstance(module, torch.nn.Linear) and name not in wide,\n    )"
-    )
-    return config, _CONVERT.format(call=call, note="")
+_FLOAT8 = '''\
+import math
+from fnmatch import fnmatchcase
 
+import torch
+from torchao.float8 import convert_to_float8_training
+from torchao.float8.config import (
+    CastConfig,
+    Float8GemmConfig,
+    Float8LinearConfig,
+    ScalingGranularity,
+    ScalingType,
+)
 
-_CONVERT = '''
+CONFIG = Float8LinearConfig(
+{casts}
+    gemm_config_output=Float8GemmConfig(use_fast_accum=False),
+    gemm_config_grad_input=Float8GemmConfig(use_fast_accum=False),
+    gemm_config_grad_weight=Float8GemmConfig(use_fast_accum=False),
+    round_scales_to_power_of_2={powers},
+)
+
+{selection}
 
 def convert(model, config=CONFIG):
-    """Put the model's linear layers under the recipe{note}."""
+    """Put the model's linear layers under the recipe; without FP8 give it replace(CONFIG, emulate=True)."""
     wide = wide_layers(model)
-    {call}
+    convert_to_float8_training(
+        model, config=config, module_filter_fn=lambda _, name: name not in wide
+    )
     return model
 '''
+_MXFP8 = '''\
+import math
+from fnmatch import fnmatchcase
+
+import torch
+from torchao.prototype.moe_training.config import MXFP8TrainingOpConfig
+from torchao.prototype.mx_formats.config import ScaleCalculationMode
+from torchao.quantization import quantize_
+from torchao.quantization.quantize_.common import KernelPreference
+
+CONFIG = {config}
+
+{selection}
+
+def convert(model, config=CONFIG):
+    """Put the model's linear layers under the recipe."""
+    wide = wide_layers(model)
+    quantize_(
+        model,
+        config,
+        filter_fn=lambda module, name: isinstance(module, torch.nn.Linear) and name not in wide,
+    )
+    return model
+'''
+
+
+def text(recipe: Recipe, only: tuple[str, ...], blocks: int | None) -> str:
+    """The Python file."""
+    if mx := _mxfp8(recipe):
+        return _MXFP8.format(config=mx.text, selection=selection(recipe))
+    casts, lines = recipe.casts, []
+    powers = any(c.power_of_two for c in casts.values())
+    for first, name, second, name_2 in TENSORS:
+        scaled = [casts[place].element.name for place in (first, second) if casts[place].is_scaled]
+        dtype = DTYPES[[*scaled, "e4m3"][0]]  # one in both GEMMs
+        entries = [e for e in operands(recipe.compute, powers) if e.text.rstrip(") \n").endswith(dtype)]
+        for place, field in ((first, name), (second, name_2)):
+            said = next(e.text for e in entries if e.casts[place] == casts[place])
+            lines += [f"    # {place}", f"    {field}={said},"]
+    return _FLOAT8.format(casts="\n".join(lines), powers=powers, selection=selection(recipe))
 
 
 def notes(recipe: Recipe) -> list[str]:
@@ -193,7 +213,7 @@ def notes(recipe: Recipe) -> list[str]:
     found = [
         f"Call convert(model) on a model in torch.{dtype}, or under autocast to it.",
         "E8M0 code 0 (2^-127) is a scale of 1 in torchao up to 0.18: blocks below 2^-118 differ."
-        if _mx_mode(recipe)
+        if _mxfp8(recipe)
         else "torchao scales a tensor or row whose largest magnitude is below 1e-12 as if it were 1e-12.",
     ]
     if recipe.gather.is_scaled:
@@ -211,59 +231,33 @@ def read(path: Path, blocks: int | None = None) -> Reading:
         UserError: The file makes none, several, or one that no recipe holds.
     """
     file = python_file(path, SIGNATURES)
-    made = list(file.calls("Float8LinearConfig", "from_recipe_name", "MXFP8TrainingOpConfig"))
-    if len(made) != 1:
-        raise UserError(
-            f"{path} makes {len(made)} configurations of torchao's; name a file that makes one "
-            "Float8LinearConfig or MXFP8TrainingOpConfig"
-        )
-    call, lost, gather = file.call(made[0]), file.lost, ""
-    given = call.arguments
-    if call.name == "MXFP8TrainingOpConfig":
-        rule = _named(f"{path}: scale_calculation_mode", given["scale_calculation_mode"], MX_MODES)
-        casts = _mxfp8_casts(rule, not given["wgrad_with_hp"], "bf16")
-    elif call.name == "from_recipe_name":
-        name = str(given["recipe_name"]).removeprefix("Float8LinearRecipeName.").lower()
-        if name not in NAMED:
-            raise unknown("recipe of torchao's", name, NAMED)
-        casts, lost = dict(zip(GEMM_PLACES, map(make_cast, NAMED[name]), strict=True)), [_FAST, *lost]
+    classes = ("Float8LinearConfig", "from_recipe_name", "MXFP8TrainingOpConfig")
+    call = file.made("configurations of torchao's", *classes)
+    gather, is_fast, lost = "", call.name == "from_recipe_name", []
+    if call.name == "Float8LinearConfig":
+        casts, given = _casts(call.arguments, file), call.arguments
+        weight, is_fast = casts["fprop.w"], given["gemm_config_output"].arguments["use_fast_accum"]
+        is_gathered = given["enable_fsdp_float8_all_gather"]
+        gather = weight.name if weight.is_scaled and is_gathered else ""
+        if not is_gathered and weight.is_scaled and weight.block is None:
+            lost = ["gather, the format of weights between devices: the file leaves it to its user"]
     else:
-        if given["gemm_config_output"].arguments["use_fast_accum"]:
-            lost = [_FAST, *lost]
-        casts = _float8_casts(given, file)
-        weight = casts.get("fprop.w")
-        if given["enable_fsdp_float8_all_gather"]:
-            gather = weight.name if weight else ""
-        elif weight and weight.block is None:
-            lost = ["gather, the format of weights between devices: the file leaves it to its user", *lost]
+        casts = file.entry(call, [*mxfp8("bf16"), *named()], _NO_VALUES).casts
     narrow = {place: c for place, c in casts.items() if c.is_scaled}
-    return Reading(casts=narrow, keep=file.keep(), gather=gather, lost=lost)
+    return Reading(
+        casts=narrow, keep=file.keep(), gather=gather, lost=[*lost, *[_FAST] * is_fast, *file.lost]
+    )
 
 
-def _named(what: str, theirs: object, names: Mapping[str, str]) -> str:
-    """Our name for one of theirs."""
-    if str(theirs) not in names.values():
-        raise unknown(what, str(theirs), names.values())
-    return next(ours for ours, name in names.items() if name == str(theirs))
-
-
-def _float8_casts(given: Mapping[str, Any], file: PythonFile) -> dict[str, Cast]:
+def _casts(given: Mapping[str, Any], file: PythonFile) -> Mapping[str, Cast]:
     """The casts of a `Float8LinearConfig`; its dtypes default to an NVIDIA GPU's."""
-    casts, powers = {}, bool(given["round_scales_to_power_of_2"])
+    casts, entries = {}, operands("bf16", bool(given["round_scales_to_power_of_2"]))
     for (first, name, second, name_2), element in zip(TENSORS, ("e4m3", "e4m3", "e5m2"), strict=True):
         for place, config in ((first, given[name]), (second, given[name_2] or given[name])):
-            if not isinstance(config, Call) or config.name != "CastConfig":
+            if not isinstance(config, Call):
                 raise UserError(f"{file.path}: the cast of {place} is not a CastConfig(...); write it out")
-            kind, block, dtype = (
-                config.arguments[key] for key in ("scaling_type", "scaling_granularity", "target_dtype")
-            )
-            made = _named(f"{file.path}: target_dtype", dtype or DTYPES[element], DTYPES)
-            if kind == "ScalingType.DISABLED":
-                continue
-            if kind != "ScalingType.DYNAMIC" or block not in BLOCKS.values():
-                raise UserError(
-                    f"{file.path}: {kind} with {str(block).rpartition('.')[2]} for {place}, which no recipe "
-                    "holds; take ScalingType.DYNAMIC"
-                )
-            casts[place] = _cast(made, _named("", block, BLOCKS), powers)
+            dtype = config.arguments.get("target_dtype") or DTYPES[element]
+            whole = replace(config, arguments={**config.arguments, "target_dtype": dtype})
+            is_off = config.arguments.get("scaling_type") == "ScalingType.DISABLED"
+            casts[place] = file.entry(whole, entries, ["scaling_granularity"] * is_off).casts[place]
     return casts

@@ -127,7 +127,7 @@ def write_gguf_model(
     if config.rope_factor != 1:
         frequencies = rope_frequencies(config, torch.device("cpu"))
         tensors[ROPE_FREQUENCIES] = plain_rows(1 / rope_shares(config, frequencies))
-    write_gguf(path, metadata, dict(_written(_stack(tensors))))
+    write_gguf(path, metadata, dict(_written(tensors)))
     return [
         f"{len(layers)} layers of {names} ({layers[0]}, ...): GGUF holds their values, not their codes"
         for names, layers in as_values.items()
@@ -258,28 +258,16 @@ def _order(name: str, config: ModelConfig, arch: str) -> NDArray[np.intp] | None
     return rows.transpose(0, 2, 1).reshape(-1)
 
 
-def _stack(tensors: Mapping[str, StoredRows]) -> dict[str, StoredRows | list[StoredRows]]:
-    """The experts of a layer in one list, in one type."""
-    found: dict[str, StoredRows | list[StoredRows]] = {}
-    for name, rows in tensors.items():
-        if match := _STACKED.fullmatch(name):
-            stack = found.setdefault(f"{match[1]}.weight", [])
-            assert isinstance(stack, list)
-            assert len(stack) == int(match[2])
-            stack.append(rows)
-        else:
-            found[name] = rows
-    for name, stack in found.items():
-        if isinstance(stack, list) and len({rows.type for rows in stack}) > 1:
-            found[name] = [plain_rows(values_of(rows), torch.float32) for rows in stack]
-    return found
-
-
-def _written(tensors: Mapping[str, StoredRows | list[StoredRows]]) -> Iterator[tuple[str, StoredRows]]:
-    for name, stack in tensors.items():
-        parts = stack if isinstance(stack, list) else [stack]
+def _written(tensors: Mapping[str, StoredRows]) -> Iterator[tuple[str, StoredRows]]:
+    """The tensors of a file: the experts of a layer in one, in one type, and scales as tensors."""
+    stacks: dict[str, list[StoredRows]] = {}
+    for name, rows in tensors.items():  # experts in their order
+        stacks.setdefault(stack_of(name), []).append(rows)
+    for name, parts in stacks.items():
+        if len({rows.type for rows in parts}) > 1:
+            parts = [plain_rows(values_of(rows), torch.float32) for rows in parts]
         whole = parts[0]
-        if isinstance(stack, list):
+        if name not in tensors:
             data = np.stack([part.data.reshape(-1) for part in parts])
             whole = StoredRows(whole.type, data, (len(parts), *whole.shape))
         yield name, whole
