@@ -17,11 +17,7 @@ class NotInstalled(UserError):
 
 
 def require_torch() -> None:
-    """Import torch.
-
-    Raises:
-        NotInstalled: It cannot be imported.
-    """
+    """Import torch, or say why it cannot be imported."""
     try:
         import torch  # noqa: F401  alone, so that the error is torch's
     except Exception as error:  # anything that a broken installation raises

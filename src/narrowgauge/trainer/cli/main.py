@@ -97,12 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(words: list[str]) -> int | None:
-    """Run a command line.
-
-    Raises:
-        UserError: The line has a mistake, or the verb needs another operating system.
-        NotInstalled: torch, or another package, does not import.
-    """
+    """Run a command line."""
     check_verb(words)
     if not words or words[0] not in VERBS:
         if words and words[0] in ("-V", "--version"):
@@ -124,11 +119,7 @@ def _run(words: list[str]) -> int | None:
 
 
 def run_verb(options: Line) -> int | None:
-    """Run the verb of a line, and print what it found; returns the exit code.
-
-    Raises:
-        NotInstalled: torch does not import, or lacks a name.
-    """
+    """Run the verb of a line, and print what it found; returns the exit code."""
     from rich.console import Console
 
     from narrowgauge.trainer.cli.progress import progress

@@ -25,11 +25,7 @@ STOPPED = 75  # the exit code of a run that has saved and can be continued
 
 
 def slots_of(address: str, cores: int) -> int:
-    """How many runs of so many cores a cluster has room for; with GPUs, their number.
-
-    Raises:
-        UserError: Ray is not installed, no cluster answers, or none of its machines has as many cores.
-    """
+    """How many runs of so many cores a cluster has room for; with GPUs, their number."""
     ray = _connected(address)
     free = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     ray.shutdown()

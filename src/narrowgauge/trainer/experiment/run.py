@@ -193,9 +193,6 @@ def run_experiment(
     """Print which gap the experiment will detect, train the remaining runs, and report the results.
 
     Args:
-        experiment: The design.
-        out: The directory of its runs.
-        console: Receives the progress and the results.
         rank: The rank of this process under its launcher; only rank 0 writes into `out`.
         gate: The largest acceptable gap; with several rungs, at the highest.
         command: The command line, for the page.
@@ -205,7 +202,6 @@ def run_experiment(
         The exit code: 1 if a run failed, or if a variant does not pass the gate.
 
     Raises:
-        UserError: the directory cannot be written, or holds other runs.
         ComparisonFailed: a run was killed or stopped, or could not start; the same command line continues.
     """
     experiment = _ready(experiment, out)

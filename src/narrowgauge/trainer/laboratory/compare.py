@@ -71,27 +71,22 @@ class Comparison(Result):
     def rows(self) -> list[Row]:
         """A row for each variant: loss, gap to the reference in percent with its interval, verdict, cost."""
         words = {gate.name: gate.word for gate in self.gates}
-        rows = []
-        for v in self.verdicts:
-            ends: tuple[float | None, float | None] = (None, None)
-            if v.gap is not None and v.half_width is not None:
-                ends = (v.gap - v.half_width, v.gap + v.half_width)
-            rows.append(
-                {
-                    "variant": v.name,
-                    "seeds": len(v.runs),
-                    "loss": v.loss,
-                    "gap_percent": v.gap,
-                    "gap_low": ends[0],
-                    "gap_high": ends[1],
-                    "verdict": v.conclusion,
-                    "gate": words.get(v.name),
-                    "tokens_per_s": v.tokens_per_s,
-                    "memory_bytes": v.memory_bytes,
-                    "arithmetic": v.arithmetic,
-                }
-            )
-        return rows
+        return [
+            {
+                "variant": v.name,
+                "seeds": len(v.runs),
+                "loss": v.loss,
+                "gap_percent": v.gap,
+                "gap_low": None if v.half_width is None else v.at_once.low,
+                "gap_high": None if v.half_width is None else v.at_once.high,
+                "verdict": v.conclusion,
+                "gate": words.get(v.name),
+                "tokens_per_s": v.tokens_per_s,
+                "memory_bytes": v.memory_bytes,
+                "arithmetic": v.arithmetic,
+            }
+            for v in self.verdicts
+        ]
 
     def as_json(self) -> dict[str, Any]:
         """The verdicts, and where the runs are."""
