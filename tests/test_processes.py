@@ -74,18 +74,6 @@ def test_programs_end_with_the_block():
     assert [program.returncode for program in started] == [-signal.SIGKILL] * 2
 
 
-def test_a_stop_signal_is_noted_and_sent_on_and_ctrl_c_is_noted_alone():
-    seen = []
-    with Programs() as programs:
-        program = programs.start(SLEEPS, os.environ)
-        with programs.forwarding(seen.append):
-            signal.raise_signal(signal.SIGINT)
-            assert program.poll() is None
-            signal.raise_signal(signal.SIGTERM)
-        assert program.wait() == -signal.SIGTERM
-    assert seen == [signal.SIGINT, signal.SIGTERM]
-
-
 PARENT = """
 import sys, time
 from narrowgauge.system.processes import Answering

@@ -169,15 +169,6 @@ def test_intervals_widen_with_the_distance_from_the_points():
     assert other > own > 0, "and what is unknown of its parts is in their deviation"
 
 
-def test_an_outlier_does_not_bend_the_law():
-    points = synthetic(np.random.default_rng(7), 0.17)
-    clean = fit_law(points, curve=Power()).coefficient("curve", "p")[0]
-    bad = Observed(points[0].setting, 40.0)
-    assert fit_law([*points, bad], curve=Power()).coefficient("curve", "p")[0] == pytest.approx(
-        clean, abs=0.02
-    )
-
-
 def test_a_backward_term_is_measured_from_a_hundred_tokens_per_parameter():
     (of_100, of_200) = (setting("fine", 1e8, tokens, sides=("dgrad",)) for tokens in (1e10, 2e10))
     assert row_of(of_100, of_100.parts[0])["exponent",] == 0

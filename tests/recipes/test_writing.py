@@ -65,15 +65,6 @@ class Role:
         self.module_type, self.tensor_type, self.name = "linear", tensor_type, ""
 
 
-def test_transformer_engine_gets_its_own_recipe_where_it_has_one(transformer_engine, tmp_path):
-    name, _, keys = written(recipe("fp8"), "te", tmp_path)["RECIPE"]
-    assert (name, keys["fp8_format"]) == ("Float8CurrentScaling", "Format.HYBRID")
-    assert keys["fp8_gemm_fprop"] == ("MMParams", (), {"use_split_accumulator": True})
-    name, _, keys = written(recipe("nvfp4"), "te", tmp_path)["RECIPE"]
-    assert name == "NVFP4BlockScaling"
-    assert not any(keys.values())  # nothing is disabled
-
-
 USED_AGAIN = """
 fprop = "mxfp8"
 dgrad = {dy = "nvfp4", w = {cast = "nvfp4", of = "fprop.w"}}
