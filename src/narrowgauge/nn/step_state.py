@@ -85,49 +85,29 @@ class Conversion:
 
 
 class Stepped:
-    """A module whose values depend on the step.
+    """A module whose values depend on the step."""
 
-    Attributes:
-        index: The number of the module among the modules of its kind.
-        conversion: The modules that were converted together with this one.
-        full_name: The name of this one among them.
-        recipe: The recipe of this layer.
-        is_random: Whether any of its casts needs random bits.
-        keys: int32, a key for each random stream; None if no cast is random.
-        first_sample: The index in the global batch of the first sequence of the pass.
-        process: The index of this process among the data-parallel processes; None until it is known.
-        has_run: Whether it has recorded gradients since it was made or its position was restored.
-        histories: The state of places from earlier steps; a module without operands has none.
-        observer: Sees the operands of the layer; attached for one step.
-        step: The optimizer step; None before the first.
-        length: The number of steps of the run and the first step of its decay, if the loop passes them.
-        step_is_set: Whether the loop sets the step.
-        begins_step: Whether the next pass that records gradients begins a step.
-        hears_optimizer: Whether an optimizer has taken a step since the layer was made.
-        counts_calls: Whether `nn.step` was called; from then on only it counts steps.
-        awaits_backward: The passes of this step that the backward pass may recompute.
-        steps_unset: The number of optimizer steps, each after a pass, since the loop last set the step.
-    """
-
-    index: int
-    recipe: Recipe
-    conversion: Conversion | None = None
-    full_name = ""
-    is_random: bool
-    keys: torch.Tensor | None
-    first_sample: torch.Tensor | None
-    process: int | None = None
-    has_run = False
+    index: int  # of the module among the modules of its kind
+    recipe: Recipe  # of this layer
+    conversion: Conversion | None = None  # the modules that were converted together with this one
+    full_name = ""  # of this one among them
+    is_random: bool  # whether any of its casts needs random bits
+    keys: torch.Tensor | None  # int32, a key for each random stream; None if no cast is random
+    first_sample: torch.Tensor | None  # the index in the global batch of the first sequence of the pass
+    process: int | None = None  # the index among the data-parallel processes; None until it is known
+    has_run = False  # whether it has recorded gradients since it was made or its position was restored
+    #: The state of places from earlier steps; a module without operands has none
     histories: Mapping[str, History] = MappingProxyType({})
-    observer: Observer | None = None
-    step: int | None = None
+    observer: Observer | None = None  # sees the operands of the layer; attached for one step
+    step: int | None = None  # the optimizer step; None before the first
+    #: The number of steps of the run and the first step of its decay, if the loop passes them
     length: tuple[int | None, int | None] = (None, None)
-    step_is_set = False
-    begins_step = True
-    hears_optimizer = False
-    counts_calls = False
-    awaits_backward = 0
-    steps_unset = 0
+    step_is_set = False  # whether the loop sets the step
+    begins_step = True  # whether the next pass that records gradients begins a step
+    hears_optimizer = False  # whether an optimizer has taken a step since the layer was made
+    counts_calls = False  # whether `nn.step` was called; from then on only it counts steps
+    awaits_backward = 0  # the passes of this step that the backward pass may recompute
+    steps_unset = 0  # the optimizer steps, each after a pass, since the loop last set the step
 
     def join(self, conversion: Conversion, full_name: str) -> None:
         """Belong to a conversion, under a name."""
