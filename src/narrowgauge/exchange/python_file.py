@@ -92,6 +92,9 @@ class PythonFile:
             modules, first, last = (_literal(self.values.get(name, ast.Constant(0))) for name in names)
         except UserError as error:
             raise UserError(f"{self.path}: one of {', '.join(names)}: {error}") from None
+        is_list = not modules or (isinstance(modules, list) and all(isinstance(m, str) for m in modules))
+        if not is_list or not {type(first), type(last)} <= {int, float}:
+            raise UserError(f"{self.path}: {names[0]} is a list of names, the others numbers; write them so")
         return Keep(modules or (), first, last)
 
     @property
@@ -130,12 +133,15 @@ class PythonFile:
             )
         return self.call(found[0])
 
-    def entry(self, call: Call, entries: Iterable[Entry], ignored: Sequence[str] = ()) -> Entry:
+    def entry(self, call: object, entries: Iterable[Entry], ignored: Sequence[str] = ()) -> Entry:
         """The entry of a table that a call is, but for some arguments.
 
         Raises:
             UserError: There is none; the sentence names the arguments that differ from the nearest.
         """
+
+        if not isinstance(call, Call):
+            raise UserError(f"{self.path}: {call!r} stands where a class is called; write the call out")
 
         def differing(entry: Entry) -> list[str]:
             row = call_of(entry.text, self.signatures).arguments

@@ -7,7 +7,6 @@ recipe's other facts: those that no GEMM sees are listed here, any other must be
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 
 from narrowgauge.quantization import Cast
 from narrowgauge.recipes.describe import NONE, cast_text, key_value, recipe_facts, wide_and_other_rules
@@ -61,25 +60,14 @@ def refused(recipe: Recipe, target: str, refusals: Sequence[Refusal]) -> Refused
     )
 
 
-@cache
-def _plain_facts(compute: str) -> Mapping[str, str]:
-    return recipe_facts(Recipe.from_dict({"compute": compute}))
-
-
 def outside_products(recipe: Recipe, target: str) -> list[Refusal]:
     """What no target expresses: state, gradients on the wire, rules, and every fact that is unknown here."""
-    plain = _plain_facts(recipe.compute)
+    plain = recipe_facts(Recipe.from_dict({"compute": recipe.compute}))
     found = [
         Refusal(key, key, f"{key} = {value}, and {target} does not set it")
         for key, value in recipe_facts(recipe).items()
         if key not in _HANDLED and not key.startswith("rule ")
         if value not in (plain.get(key, recipe.compute), NONE)
-    ]
-    found += [
-        Refusal(place, place, f"{place} = {c.name}, a custom function, which {target} cannot call")
-        for casts in (recipe.casts, *(rule.casts for rule in recipe.rules))
-        for place, c in casts.items()
-        if c.function
     ]
     x, saved = recipe.casts["wgrad.x"], recipe.saved
     # The same operand from the values of fprop.x as from the input: the same cast, on no axis.
@@ -100,13 +88,10 @@ def _other_rules(recipe: Recipe, target: str) -> list[Refusal]:
         if sum(bool(getattr(rule, key)) for rule in wide) > 1:
             found.append((key, f"two rules with {key}, where {target} has one"))
     for rule in other:
-        if clock := next((k.replace("_decay", "") for k in _CLOCK if getattr(rule, k)), ""):
-            found.append(
-                (clock, f"[[rule]] {clock}, but a configuration of {target} holds for the whole run")
-            )
-        else:
-            why = f"[[rule]] with other casts, but {target} gets one set of casts for all layers"
-            found.append(("rule", why))
+        clock = next((k.replace("_decay", "") for k in _CLOCK if getattr(rule, k)), "")
+        timed = f"[[rule]] {clock}, but a configuration of {target} holds for the whole run"
+        why = f"[[rule]] with other casts, but {target} gets one set of casts for all layers"
+        found.append((clock, timed) if clock else ("rule", why))
     return [Refusal("", key, why) for key, why in found]
 
 
@@ -114,6 +99,9 @@ def cast_refusals(place: str, c: Cast, said: Sequence[Cast], target: str) -> lis
     """Refusals of a cast that a target cannot express: the keys in which the nearest differs."""
     if c in said:
         return []
+    if c.function:
+        why = f"{c.name}, a custom function, which {target} cannot call"
+        return [Refusal(place, "function", why)]
 
     def distance(other: Cast) -> tuple[bool, bool, int]:
         """How far a cast is: first by its element, then by what shares a scale."""

@@ -187,7 +187,7 @@ def read(path: Path, blocks: int | None = None) -> Reading:
     lost = [
         f"{key} with use_split_accumulator=False: the recipe accumulates in fp32"
         for key in ACCUMULATION
-        if key in given and not given[key].arguments["use_split_accumulator"]
+        if isinstance(given.get(key), Call) and not given[key].arguments.get("use_split_accumulator", True)
     ]
     own = file.entry(call, table, ACCUMULATION)
     return Reading(casts=own.casts, keep=file.keep(), lost=[*lost, *file.lost])
@@ -215,13 +215,13 @@ def _of_factory(file: PythonFile) -> dict[str, Cast]:
 def _directions(file: PythonFile, call: Call, row: str, column: str) -> dict[str, Cast]:
     """The casts of the two places of a tensor."""
 
-    def made(call: Call, place: str) -> Mapping[str, Cast]:
+    def made(call: object, place: str) -> Mapping[str, Cast]:
         return file.entry(call, (q for q in quantizers("bf16") if place in q.casts)).casts
 
     if call.name != "HybridQuantizer":
         casts = made(call, row)
         return {place: casts[place] for place in (row, column) if place in casts}
-    first, second = call.arguments["rowwise_quantizer"], call.arguments["columnwise_quantizer"]
+    first, second = (call.arguments.get(f"{way}_quantizer") for way in ("rowwise", "columnwise"))
     cast = made(second, column)[column]
     if call.arguments["columnwise_source"] != "original":
         of = SEEN_BEFORE[column]

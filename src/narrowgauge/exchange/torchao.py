@@ -236,7 +236,8 @@ def read(path: Path, blocks: int | None = None) -> Reading:
     gather, is_fast, lost = "", call.name == "from_recipe_name", []
     if call.name == "Float8LinearConfig":
         casts, given = _casts(call.arguments, file), call.arguments
-        weight, is_fast = casts["fprop.w"], given["gemm_config_output"].arguments["use_fast_accum"]
+        weight, output = casts["fprop.w"], given["gemm_config_output"]
+        is_fast = isinstance(output, Call) and output.arguments.get("use_fast_accum") is True
         is_gathered = given["enable_fsdp_float8_all_gather"]
         gather = weight.name if weight.is_scaled and is_gathered else ""
         if not is_gathered and weight.is_scaled and weight.block is None:
