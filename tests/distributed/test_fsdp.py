@@ -220,7 +220,7 @@ def test_what_fsdp_serves_of_a_plain_model_it_serves_of_a_narrow_one(name):
         found, expected = (results_of(idiom, m) for m in (cut(narrow(name), blocks=False), narrow(name)))
         assert agree(found, expected), key
     assert {"set_to_zero", "write_through_a_state_dict"} <= set(served)
-    assert len(served) >= 15, len(served)
+    assert len(served) >= 10
 
 
 @pytest.mark.tier("nightly", keep=1)

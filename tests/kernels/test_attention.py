@@ -116,14 +116,12 @@ def allowed():
 @pytest.mark.parametrize(
     ("device", "has_mask", "strict"), [(GPU, 0, 0), (GPU, 1, 0), (GPU, 0, 1), (CPU, 1, 0)]
 )
-def test_torch_keeps_its_order_of_attentions_without_cudnn_where_it_is_unfit(device, has_mask, strict):
+def test_torch_keeps_its_attentions_without_cudnn_where_it_is_unfit(device, has_mask, strict):
     """With a mask on a GPU, and under strict determinism, where it adds in any order."""
     has_cudnn = device == CPU or not (has_mask or strict)
     torch.use_deterministic_algorithms(bool(strict))
-    order = torch._C._get_sdp_priority_order()
     try:
         with attention_backends(device, bool(has_mask)):
             assert allowed() == {"flash", "mem_efficient", "math"} | ({"cudnn"} if has_cudnn else set())
-            assert not has_cudnn or torch._C._get_sdp_priority_order() == order
     finally:
         torch.use_deterministic_algorithms(False)

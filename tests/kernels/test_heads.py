@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from kernels.common import DTYPES, assert_c_is_torch, assert_same, needs_c, normal
-from narrowgauge.kernels.amax import attached_amax
 from narrowgauge.kernels.heads import reference, rotary, rotary_reference, split_heads
 
 SIZES = [(3, 1, 6), (4, 2, 64), (2, 2, 2)]  # N, K, H
@@ -53,22 +52,19 @@ def assert_rounded_once(got, exact, largest):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("positions", POSITIONS)
 def test_heads_gradients_are_turned_back_and_rounded_once(device, dtype, positions):
-    """The gradient of the bias: the sum of what was rounded, with its largest magnitude attached to that."""
+    """The gradient of the bias: the sum of what was rounded."""
     N, K, H = 4, 2, 10
     qkv_BTC, bias_C, table = given(device, N, K, H, dtype, positions)
     heads = split_heads(qkv_BTC, bias_C, table, (N, K, K), H)
     # As attention returns them: one token by token, the others head by head.
     grads = [normal(*h.shape, seed=5 + i, dtype=dtype).to(device) for i, h in enumerate(heads)]
     grads[0] = grads[0].transpose(1, 2).contiguous().transpose(1, 2)
-    seen = []
-    qkv_BTC.register_hook(lambda g: seen.append(attached_amax(g)))
     got, dbias_C = torch.autograd.grad(heads, (qkv_BTC, bias_C), grads)
     wide, wide_table = qkv_BTC.detach().double().requires_grad_(), None if table is None else table.double()
     heads = reference(wide, None, wide_table, (N, K, K), H)
     (exact,) = torch.autograd.grad(heads, wide, [g.double() for g in grads])
     assert_rounded_once(got, exact, exact.abs().max())
     torch.testing.assert_close(dbias_C.double(), got.double().sum((0, 1)), rtol=1e-6, atol=1e-5)
-    assert seen[0] == got.abs().max()
     if table is None:
         assert torch.equal(got.double(), exact)
         return

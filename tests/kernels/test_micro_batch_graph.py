@@ -11,7 +11,6 @@ from narrowgauge.optim.gauges import make_gauges
 from narrowgauge.recipes import recipe_names
 from narrowgauge.trainer.bench.worker import random_batches
 from narrowgauge.trainer.distributed.parallel.micro_batch_graph import graph_gap
-from narrowgauge.trainer.training import make_config
 from narrowgauge.trainer.training.step.trainer import Trainer
 from support.runs import config_of
 
@@ -32,15 +31,8 @@ CASES = {
 
 
 def trainer_of(recipe, micro_batches, model, training, device, recorder=None):
-    config = make_config(
-        {
-            "model": {"name": "debug"} | SMALL | model,
-            "data": {"sequence_length": 8},
-            "training": {"batch_size": micro_batches, "micro_batch_size": 1, "steps": 9} | training,
-            "optimizer": {"lr": 1e-2},
-            "recipe": {"name": recipe},
-        }
-    )
+    training = {"batch_size": micro_batches, "micro_batch_size": 1, "steps": 9} | training
+    config = config_of(recipe, SMALL | model, 8, **training)
     trainer = Trainer.begin(config, device)
     if recorder is not None:
         trainer.engine.record_graphs(recorder)

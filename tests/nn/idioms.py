@@ -55,7 +55,6 @@ READS_OF_WEIGHT = {
         torch.autograd.grad(penalty, w)[0]
         for penalty in (w.square().sum(), (w @ w.T - torch.eye(64)).square().sum(), w.norm())
     ],
-    "functional_gradient": lambda w: torch.func.grad(lambda w: w.square().sum())(w.detach()),
     "vmap_over_rows": lambda w: torch.func.vmap(lambda row: row.square().sum())(w.detach()),
 }
 READS = {name: lambda m, read=read: read(m[0].weight) for name, read in READS_OF_WEIGHT.items()}
@@ -79,7 +78,6 @@ def a_parent_that_reads_the_weight(m):
 #: Of a model, whose weights then have the gradients of these.
 LOSSES = {
     "a_penalty_and_the_loss": lambda m: loss_of(m) + 0.01 * sum(p.abs().sum() for p in m.parameters()),
-    "two_backward_passes_and_a_read": lambda m: loss_of(m).backward() or loss_of(m, 2 if grads(m) else 1),
     "a_layer_called_twice": lambda m: (m(batch(1)) + m(batch(2))).square().mean(),
     "a_parent_that_reads_the_weight": a_parent_that_reads_the_weight,
     "a_checkpointed_penalty": lambda m: sum(
@@ -160,13 +158,6 @@ def a_parameter_put_in_its_place(m):
     return [*grads(m), copy.deepcopy(m).state_dict()["0.weight"]]
 
 
-@idiom
-def weight_norm(m):
-    nn.utils.parametrizations.weight_norm(m[0])
-    loss_of(m).backward()
-    return [p.grad for _, p in sorted(m[0].named_parameters()) if p.ndim == 2]
-
-
 def halved(state):
     return {k: 0.5 * v for k, v in state.items()}
 
@@ -180,9 +171,6 @@ WRITES_TO_WEIGHT = {
     "output_argument": lambda w: torch.mul(w.clone(), 0.5, out=w),
 }
 WRITES_TO_MODEL = {
-    "vector_to_parameters": lambda m: nn.utils.vector_to_parameters(
-        0.5 * nn.utils.parameters_to_vector(m.parameters()), m.parameters()
-    ),
     "foreach_scale": lambda m: torch._foreach_mul_(list(m.parameters()), 0.5),
     "load_by_assignment": lambda m: m.load_state_dict(halved(m.state_dict()), assign=True),
     "load_by_copy": lambda m: m.load_state_dict(halved(m.state_dict())),

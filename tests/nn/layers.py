@@ -8,20 +8,17 @@
 import pytest
 import torch
 
-from narrowgauge.nn import Linear
+from narrowgauge.nn import Linear, convert
 from narrowgauge.recipes import recipe, recipe_names
+from narrowgauge.trainer.models import Transformer, initialize, model_config
 from support.covering import representatives
 
 
 def _is_plain(name: str) -> bool:
     state = recipe(name).state
     is_wide = state["weight"].name == state["grad"].name == "fp32"
-    return is_wide and not waits(name) and not recipe(name).narrows_attention
-
-
-def waits(name: str) -> bool:
-    """Whether a rule of the recipe begins or ends at some time of a run."""
-    return any(rule.is_timed for rule in recipe(name).rules)
+    waits = any(rule.is_timed for rule in recipe(name).rules)
+    return is_wide and not waits and not recipe(name).narrows_attention
 
 
 PLAIN = [name for name in recipe_names() if _is_plain(name)]
@@ -40,6 +37,13 @@ def make(under, k=96, n=64, bias=True):
     torch.manual_seed(0)
     r = recipe(under).for_layer([("up", None)], 0) if isinstance(under, str) else under
     return Linear(torch.nn.Linear(k, n, bias=bias), r, 0)
+
+
+def transformer(under, dtype=torch.bfloat16, name="debug", **sizes):
+    """A new model under a recipe, of which `sizes` are other than the named one's."""
+    model = Transformer(model_config(name, **sizes), dtype)
+    initialize(model, 0)
+    return convert(model, under)
 
 
 def batch(*shape, k=96, n=64):

@@ -4,18 +4,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from narrowgauge.nn import convert
 from narrowgauge.nn.linear import accumulating
-from narrowgauge.trainer.models import Transformer, initialize, model_config
 from narrowgauge.trainer.models.operators import Embedding
+from nn.layers import transformer
 
 SIZES = {"dim": 64, "layers": 2, "ffn_dim": 96, "vocab_size": 64, "max_sequence_length": 32}
-
-
-def model_under(recipe, **sizes):
-    model = Transformer(model_config("debug", **(SIZES | sizes)), torch.bfloat16)
-    initialize(model, 0)
-    return convert(model, recipe)
 
 
 def summed(model, is_one_step=True):
@@ -33,7 +26,7 @@ def summed(model, is_one_step=True):
 @pytest.mark.parametrize("recipe", ["bf16", "fp8", "mxfp8"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_sums_of_gradients_are_those_of_autograd_bit_for_bit(recipe, tied):
-    model = model_under(recipe, tied_head=tied)
+    model = transformer(recipe, **SIZES, tied_head=tied)
     ours, theirs = summed(model), summed(model, is_one_step=False)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
@@ -92,7 +85,7 @@ def test_the_gradient_of_an_embedding_is_otherwise_left_to_autograd(lacks):
 
 
 def test_a_gradient_is_added_without_autograd_unless_a_hook_sees_it_or_it_is_frozen():
-    model, seen, given = model_under("fp8"), [], []
+    model, seen, given = transformer("fp8", **SIZES), [], []
     frozen, watched, other = model.blocks[0].qkv.weight, model.blocks[0].down.weight, model.blocks[1].down
     frozen.requires_grad_(False)
     watched.register_hook(lambda g: seen.append(g.dtype))

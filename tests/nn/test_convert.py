@@ -138,7 +138,6 @@ MISTAKES = {
         {"keep": ["up", "Down"]},
         r"^keep='Down' matches no linear layer; the nearest name is 'down'; use a whole name such as 'head'",
     ),
-    "recipe": (make, {"recipe": "fp88"}, "unknown recipe 'fp88'; the nearest is 'fp8'"),
     "no layers": (lambda: nn.Embedding(3, 3), {}, r"no torch\.nn\.Linear in Embedding that a recipe could"),
     "computed weights": (
         lambda: with_layer(nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))),

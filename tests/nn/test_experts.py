@@ -9,15 +9,14 @@ import narrowgauge as ng
 from narrowgauge.nn import DTYPES, set_step
 from narrowgauge.quantization import gradient_of
 from narrowgauge.recipes import parse_recipe
-from narrowgauge.trainer.models import Transformer, initialize, model_config
+from nn.layers import transformer
 
 SIZES = {"dim": 64, "heads": 2, "ffn_dim": 64, "vocab_size": 100, "experts": 4, "layers": 1}
 
 
 def make(under, dtype=torch.float32):
-    model = Transformer(model_config("debug", **SIZES), dtype)
-    initialize(model, 0)
-    return ng.convert(model, under), model.blocks[0].experts
+    model = transformer(under, dtype, **SIZES)
+    return model, model.blocks[0].experts
 
 
 def test_the_router_stays_wide_unless_a_rule_selects_it():

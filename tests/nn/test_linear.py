@@ -7,14 +7,13 @@ import pytest
 import torch
 
 from narrowgauge.formats import random_stream, round_to
-from narrowgauge.nn import Linear, convert
+from narrowgauge.nn import DTYPES, Linear, convert
 from narrowgauge.quantization import Cast, QuantContext, estimator_slope, quantize_in_context
 from narrowgauge.recipes import GEMM_PLACES, Recipe, recipe
 from narrowgauge.system.errors import UserError
 from nn.layers import COVER, PLAIN
 
 SEED, STEP, INDEX = 7, 3, 5
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 #: (batch, tokens), K, N; the dtypes of activations and of parameters; whether there is a bias. Neither tokens
 #: nor features fill their blocks where a case is ragged.
 CASES = {

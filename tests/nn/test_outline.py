@@ -33,10 +33,10 @@ class Mlp(torch.nn.Module):
 class Mixture(torch.nn.Module):
     """A layer of eight experts in a ModuleList, as older releases of transformers have them."""
 
-    def __init__(self, name="experts"):
+    def __init__(self):
         super().__init__()
         self.qkv, self.gate = plain(16, 48), plain(16, 8)
-        self.add_module(name, blocks(8))
+        self.experts = blocks(8)
 
 
 def blocks(count, kind=Mlp):
@@ -68,10 +68,6 @@ class UNet(torch.nn.Module):
         return x
 
 
-def two_stacks():
-    return model_of(encoder=blocks(3), decoder=blocks(2))
-
-
 def with_head(**parts):
     return model_of(tokens=Embedding(48, 16), layers=blocks(2), **parts)
 
@@ -80,10 +76,6 @@ def with_tied_head():
     tied = with_head(project=plain(16, 16), unembed=plain(16, 48))
     tied.unembed.weight = tied.tokens.weight
     return tied
-
-
-def layers_of(members):
-    return model_of(layers=members)
 
 
 def sequence():
@@ -96,9 +88,12 @@ def sides():
 
 #: A model, a recipe, and the layers that stay wide, or the blocks of which all stay so.
 KEPT = {
-    "experts in a list are no blocks": (lambda: layers_of(blocks(4, Mixture)), "nvfp4", {"layers.3"}),
+    "experts in a list are no blocks": (lambda: model_of(layers=blocks(4, Mixture)), "nvfp4", {"layers.3"}),
     "nor are they without a list": (lambda: model_of(l1=Mixture(), l2=Mixture(), l3=Mixture()), LAST, {"l3"}),
-    "several stacks are counted through": (two_stacks, LAST, {"decoder.1"}),
+    "several stacks are counted through": (
+        lambda: model_of(encoder=blocks(3), decoder=blocks(2)),
+        *(LAST, {"decoder.1"}),
+    ),
     "last in the forward pass": (UNet, LAST, {"up_blocks.2"}),
     "a sequence's members of one class": (sides, LAST, {"3"}),
     "sequences in a sequence": (sequence, LAST, {"2"}),

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from narrowgauge.nn import Linear
-from narrowgauge.nn.weight import GatheredWeight, WeightGather
+from narrowgauge.nn.weight import WeightGather
 from narrowgauge.quantization import (
     DEFAULT_CONTEXT,
     TensorShard,
@@ -122,15 +122,3 @@ def test_a_shard_is_quantized_once_until_its_weight_changes():
         sent.append(codes)
     assert sent[1] is sent[0], "the backward pass gathers what the forward pass did"
     assert not torch.equal(sent[2], sent[0])
-
-
-def test_a_gathered_weight_without_a_scale_is_converted_as_it_is():
-    numbers = torch.randn(4, 6).bfloat16()
-    gathered = GatheredWeight(numbers, None, cast("bf16"), True)
-    assert gathered.dtype == torch.float32, "so that its gradient is"
-    for found, dtype in (
-        (gathered.to(torch.bfloat16), torch.bfloat16),
-        (gathered.to(torch.float32, copy=True), torch.float32),
-    ):
-        assert type(found) is torch.Tensor
-        assert torch.equal(found, numbers.to(dtype))

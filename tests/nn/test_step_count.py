@@ -10,10 +10,6 @@ from nn.own_loop import assert_same, batch, model
 RECIPE = "fp8-delayed"
 
 
-def histories(m):
-    return ng.state_dict(m)["recipe"]
-
-
 def backward(m, number, call=None):
     (call or m)(batch(number).requires_grad_()).square().mean().backward()
 
@@ -36,7 +32,7 @@ def test_an_optimizer_is_heard(to_none, reentrant):
         optimizer.zero_grad(set_to_none=to_none)
         its_optimizer.step()
         its_optimizer.zero_grad()
-    assert_same(histories(m), histories(said))
+    assert_same(*(ng.state_dict(each)["recipe"] for each in (m, said)))
 
 
 @pytest.mark.parametrize("name", [RECIPE, "nvfp4"])

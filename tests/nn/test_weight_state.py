@@ -15,8 +15,7 @@ from narrowgauge.quantization import (
     stored_tensor,
 )
 from narrowgauge.recipes import parse_recipe, recipe
-from narrowgauge.trainer.models import Transformer, initialize, model_config
-from nn.layers import batch, same
+from nn.layers import batch, same, transformer
 
 K, N = 96, 64
 BYTES = {"bf16": 16, "fp8": 16, "bf16-sr": 12, "msamp-o1": 11, "msamp-o2": 6, "msamp-o3": 7}
@@ -85,9 +84,7 @@ def test_each_micro_batch_is_added_to_what_was_read_and_rounded_once(cast):
 
 def test_what_stays_wide_and_what_has_no_gradient():
     text = recipe("msamp-o2").text.replace('modules = ["head", "lm_head"]', "modules = []")
-    model = Transformer(model_config("gpt2-debug"), torch.bfloat16)
-    initialize(model, 0)
-    convert(model, parse_recipe(text, "no keep"))
+    model = transformer(parse_recipe(text, "no keep"), name="gpt2-debug")
     assert model.head.weight is model.embedding.weight
     assert model.head.weight.dtype == torch.float32
     assert stored_tensor(model.blocks[0].up.weight).dtype == torch.float16

@@ -98,11 +98,8 @@ OPERANDS = [
     # a transform is part of what comes, and pads 63 tokens or 40 inputs; clamping is not
     *(({"cast": "nvfp4", "hadamard": 32}, numbers((63, 40)), axis) for axis in (-1, 0)),
     ({"cast": "fp4-row", "outliers": 0.97}, X, -1),
-    (
-        {"cast": "e4m3", "history": 4},
-        NORMAL,
-        -1,
-    ),  # of a tensor that had an amax of 1: what is above is clipped
+    # of a tensor that had an amax of 1: what is above is clipped
+    ({"cast": "e4m3", "history": 4}, NORMAL, -1),
     # blocks that are not finite are counted and left out
     *((name, BROKEN, -1) for name in ("mxfp8", "nvfp4")),
     # the squares of small and large numbers are summed all the same
