@@ -3,19 +3,14 @@
 import pytest
 import torch
 
+from models.built import built
 from narrowgauge.system.errors import UserError
-from narrowgauge.trainer.models import Transformer, generate, initialize, model_config
-
-TINY = {
-    **{"dim": 64, "layers": 2, "ffn_dim": 96, "vocab_size": 61},
-    **{"max_sequence_length": 32, "initial_std": 0.02},
-}
+from narrowgauge.trainer.models import generate
 
 
 @pytest.fixture(params=["debug", "gpt2-debug"])
 def model(request):
-    model = Transformer(model_config(request.param, **TINY))
-    initialize(model, 0)
+    model = built(request.param)
     with torch.no_grad():
         model.norm.weight.mul_(5)  # far from uniform, so that the choices are worth testing
     return model

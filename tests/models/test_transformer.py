@@ -5,21 +5,10 @@ import copy
 import pytest
 import torch
 
+from models.built import built
 from narrowgauge.system.errors import UserError
-from narrowgauge.trainer.models import Transformer, initialize, model_config
 
-# Published initial weights, under which every token is about as likely at first.
-TINY = {
-    **{"dim": 64, "layers": 2, "ffn_dim": 96, "vocab_size": 61},
-    **{"max_sequence_length": 32, "initial_std": 0.02},
-}
 of_both = pytest.mark.parametrize("name", ["debug", "gpt2-debug"])
-
-
-def tiny(name, **overrides):
-    model = Transformer(model_config(name, **(TINY | overrides)))
-    initialize(model, 0)
-    return model
 
 
 def tokens(*shape, seed=0):
@@ -34,7 +23,7 @@ def gradients(model, x_BT, y_BT):
 
 @of_both
 def test_a_later_token_never_changes_earlier_logits_and_order_matters(name):
-    model, x_BT = tiny(name), tokens(2, 24)
+    model, x_BT = built(name), tokens(2, 24)
     before = model(x_BT)
     for t in (5, 17, 23):
         changed = x_BT.clone()
@@ -50,7 +39,7 @@ def test_a_later_token_never_changes_earlier_logits_and_order_matters(name):
 
 @of_both
 def test_gradients_are_the_same_bit_for_bit_twice_and_recomputed(name):
-    model, x_BT, y_BT = tiny(name), tokens(2, 24), tokens(2, 24, seed=1)
+    model, x_BT, y_BT = built(name), tokens(2, 24), tokens(2, 24, seed=1)
     kept, again = gradients(model, x_BT, y_BT), gradients(model, x_BT, y_BT)
     model.recompute = True
     calls = []
@@ -71,12 +60,12 @@ def test_gradients_are_the_same_bit_for_bit_twice_and_recomputed(name):
 
 @of_both
 def test_a_tied_head_is_one_parameter_and_stays_one(name):
-    model = tiny(name)
+    model = built(name)
     is_tied = name == "gpt2-debug"
     assert ("head.weight" in dict(model.named_parameters())) is not is_tied
     for same in (model.to(torch.float64), copy.deepcopy(model)):
         assert (same.head.weight is same.embedding.weight) is is_tied
-    untied = tiny(name, tied_head=False)
+    untied = built(name, tied_head=False)
     assert untied.head.weight is not untied.embedding.weight
 
 
@@ -84,4 +73,4 @@ def test_too_long_a_sequence_is_refused():
     with pytest.raises(
         UserError, match=r"^a sequence of 33 tokens is longer than model.max_sequence_length = 32;"
     ):
-        tiny("debug")(tokens(1, 33))
+        built("debug")(tokens(1, 33))
