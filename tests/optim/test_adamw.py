@@ -11,6 +11,7 @@ from narrowgauge.nn import set_step
 from narrowgauge.optim import AdamW, parameter_groups, set_learning_rate
 from narrowgauge.quantization import state_of
 from narrowgauge.recipes import recipe
+from nn.own_loop import model as small_model
 
 POW2 = {"cast": "e4m3", "power_of_two": True}
 STATES = {
@@ -37,10 +38,6 @@ def model_of(seed=0, width=80):
 
 def optimizer_of(model, r="fp32", weight_decay=0.1, betas=(0.9, 0.95)):
     return AdamW(parameter_groups(model, weight_decay), r, betas=betas)
-
-
-def names(model):
-    return {p: n for n, p in model.named_parameters()}
 
 
 def backward(model, n):
@@ -91,12 +88,6 @@ def test_narrow_moments_stay_near_torchs_update(m, v):
 STATE_RECIPES = ["bf16-sr", "msamp-o1", "msamp-o2", "msamp-o3", "coat"]
 
 
-def converted(name, seed=0, width=80):
-    torch.manual_seed(seed)
-    model = torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.GELU(), torch.nn.Linear(width, width))
-    return ng.convert(model, name)
-
-
 class TestClipping:
     @pytest.mark.parametrize("max_norm", [1e-3, 1e9])
     def test_fp32_is_torchs(self, max_norm):
@@ -113,11 +104,11 @@ class TestClipping:
     def test_narrow_gradients_are_clipped_and_their_norm_is_fp32s(self, name):
         norms = {}
         for r in ("bf16", name):
-            model = converted(r)
+            m = small_model(r, width=80)
             x = torch.randn(32, 80, generator=torch.Generator().manual_seed(0))
-            set_step(model, 0, 1, 0)
-            model(x).square().sum().backward()
-            optimizer = optimizer_of(model, r)
+            set_step(m, 0, 1, 0)
+            m(x).square().sum().backward()
+            optimizer = optimizer_of(m, r)
             norms[r] = optimizer.clip_grad_norm_(0.5).item()
             assert optimizer.clip_grad_norm_(0.5).item() == pytest.approx(0.5, rel=1e-4)
         assert norms[name] == pytest.approx(norms["bf16"], rel=0.01)
@@ -126,11 +117,11 @@ class TestClipping:
     @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
     @pytest.mark.parametrize("name", ["fp32", "msamp-o1", "msamp-o2", "msamp-o3"])
     def test_a_gradient_that_is_not_finite_shows_in_the_norm(self, name, bad):
-        model = converted(name)
+        m = small_model(name, width=80)
         dy = torch.ones(4, 80)
         dy[2, 3] = bad
-        model(torch.ones(4, 80)).backward(dy)
-        assert not optimizer_of(model, name).clip_grad_norm_(1.0).isfinite()
+        m(torch.ones(4, 80)).backward(dy)
+        assert not optimizer_of(m, name).clip_grad_norm_(1.0).isfinite()
 
 
 def test_each_place_of_each_parameter_is_rounded_with_bits_of_its_own():

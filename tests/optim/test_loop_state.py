@@ -16,6 +16,7 @@ from narrowgauge.nn import recipe_tensors
 from narrowgauge.recipes import recipe, recipe_names
 from narrowgauge.system.errors import UserError
 from nn.own_loop import is_on_page, through_a_file
+from nn.own_loop import model as small_model
 from support.fault_table import case
 
 STEPS = 6
@@ -24,8 +25,7 @@ OF_LINEARS = [name for name in recipe_names() if not recipe(name).narrows_attent
 
 
 def make(recipe, seed=0, optimizer=ng.AdamW):
-    torch.manual_seed(seed)
-    m = ng.convert(nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)), recipe, keep=[])
+    m = small_model(recipe, seed, width=64, keep=[])
     if optimizer is not ng.AdamW:
         return m, optimizer(m.parameters(), lr=1e-2)
     return m, ng.AdamW(m.parameters(), recipe, lr=1e-2, seed=3)
