@@ -14,36 +14,23 @@ Verdict = Literal["passes", "differs", "fails", "is not there"]
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first value that differs.
+    """The first value that differs."""
 
-    Attributes:
-        what: "code", "scale" or "tensor scale".
-        where: Its index; for a scale, that of its block.
-        share: The share of these values that differ.
-        text: The actual and the expected value, in a few words.
-    """
-
-    what: str
-    where: tuple[int, ...]
-    share: float
-    text: str
+    what: str  # "code", "scale" or "tensor scale"
+    where: tuple[int, ...]  # its index; for a scale, that of its block
+    share: float  # the share of these values that differ
+    text: str  # the actual and the expected value, in a few words
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The result for one vector.
-
-    Attributes:
-        vector: The vector.
-        verdict: "passes", "differs", "fails" (an exception, or a wrong shape) or "is not there".
-        differences: At most one of each kind: scales first, because codes depend on them.
-        why: The exception, or what is wrong with the shape.
-    """
+    """The result for one vector."""
 
     vector: Vector
-    verdict: Verdict
+    verdict: Verdict  # "passes", "differs", "fails" (an exception, or a wrong shape) or "is not there"
+    # at most one of each kind: scales first, because codes depend on them
     differences: tuple[Difference, ...] = ()
-    why: str = ""
+    why: str = ""  # the exception, or what is wrong with the shape
 
 
 def compare(quantize: Callable[..., Any], vector: Vector) -> Result:

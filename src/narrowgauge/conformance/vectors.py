@@ -19,25 +19,16 @@ FOLDER = Path(__file__).parents[3] / "conformance"  # of a checkout
 
 @dataclass(frozen=True, slots=True)
 class Vector:
-    """One input and its expected result.
+    """One input and its expected result."""
 
-    Attributes:
-        name: Its name in the file.
-        input: The name of its tensor.
-        cast: The keys of the cast, and other given values.
-        x: The values, float32 (rows, columns), contracted along columns.
-        codes: The bit patterns of the elements, in the shape of x; wider where a transform pads columns.
-        scales: The bit patterns of the scales, (blocks of rows, blocks of columns), in the scale's format.
-        tensor_scale: The bits of the outer scale (or of one per row) in fp32; None without one.
-    """
-
-    name: str
-    input: str
-    cast: Mapping[str, Any]
-    x: Array
-    codes: Array
+    name: str  # its name in the file
+    input: str  # the name of its tensor
+    cast: Mapping[str, Any]  # the keys of the cast, and other given values
+    x: Array  # the values, float32 (rows, columns), contracted along columns
+    codes: Array  # the bit patterns of the elements, in the shape of x; wider where a transform pads columns
+    # the bit patterns of the scales, (blocks of rows, blocks of columns), in the scale's format
     scales: Array
-    tensor_scale: Array | None
+    tensor_scale: Array | None  # the bits of the outer scale (or of one per row) in fp32; None without one
 
 
 def read_vectors(folder: Path = FOLDER) -> Iterator[Vector]:

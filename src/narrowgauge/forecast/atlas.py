@@ -49,17 +49,11 @@ _ROUNDED = 0.006  # percent of the loss by which a published gap may miss the on
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """A recipe of the atlas.
+    """A recipe of the atlas."""
 
-    Attributes:
-        recipe: The recipe; its name is the scheme's.
-        kin: The shipped recipe of the same method, whose details may differ; "" for none.
-        differs: What the published runs did that the recipe does not; "" for nothing known.
-    """
-
-    recipe: Recipe
-    kin: str
-    differs: str
+    recipe: Recipe  # its name is the scheme's
+    kin: str  # the shipped recipe of the same method, whose details may differ; "" for none
+    differs: str  # what the published runs did that the recipe does not; "" for nothing known
 
 
 @cache
@@ -90,37 +84,22 @@ def scheme(name: str) -> Scheme:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """One published gap.
+    """One published gap."""
 
-    Attributes:
-        source: The paper, repository or thread.
-        locator: The place in the source: table, page, cell of a notebook, run, commit.
-        date: The day on which the source was published in the form that was read.
-        params: Parameters, without embeddings where the source counts so.
-        tokens: Training tokens.
-        recipe: A shipped recipe, a scheme of the atlas, or a recipe's file in the folder of a user's atlas.
-        gap_percent: The loss above that of the reference, in percent of the reference's.
-        loss: The loss in nats per token, or None.
-        reference_loss: The loss of the reference in nats per token, or None.
-        seeds: The runs of the recipe whose mean it is.
-        family: The points that share a lab, a model family, data and references.
-        tail_share: The share of blocks that stayed wide in the run; None takes what the recipe keeps.
-        more: What other columns hold, as text.
-    """
-
-    source: str
-    locator: str
-    date: date
-    params: float
-    tokens: float
-    recipe: str
-    gap_percent: float
-    loss: float | None
-    reference_loss: float | None
-    seeds: int
-    family: str
+    source: str  # the paper, repository or thread
+    locator: str  # the place in the source: table, page, cell of a notebook, run, commit
+    date: date  # the day on which the source was published in the form that was read
+    params: float  # parameters, without embeddings where the source counts so
+    tokens: float  # training tokens
+    recipe: str  # a shipped recipe, a scheme of the atlas, or a recipe's file in the folder of a user's atlas
+    gap_percent: float  # the loss above that of the reference, in percent of the reference's
+    loss: float | None  # the loss in nats per token, or None
+    reference_loss: float | None  # the loss of the reference in nats per token, or None
+    seeds: int  # the runs of the recipe whose mean it is
+    family: str  # the points that share a lab, a model family, data and references
+    # the share of blocks that stayed wide in the run; None takes what the recipe keeps
     tail_share: float | None
-    more: Mapping[str, str] = field(default_factory=dict)
+    more: Mapping[str, str] = field(default_factory=dict)  # what other columns hold, as text
 
     @property
     def tokens_per_param(self) -> float:

@@ -76,17 +76,11 @@ NOISE_POWER = 0.25  # pairs of larger models deviate less, as N^-0.25
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """The forecast of one setting.
+    """The forecast of one setting."""
 
-    Attributes:
-        gap: The median of the gap in percent.
-        structure: Its deviation in the logarithm, without the noise of runs.
-        noise: The deviation in percent of one pair of runs about it.
-    """
-
-    gap: float
-    structure: float
-    noise: float
+    gap: float  # the median of the gap in percent
+    structure: float  # its deviation in the logarithm, without the noise of runs
+    noise: float  # the deviation in percent of one pair of runs about it
 
     def interval(self, seeds: float = 1.0, z: float = Z90) -> tuple[float, float]:
         """The ends of the interval of a gap that is measured with some seeds; of the gap itself for `inf`."""
@@ -107,31 +101,19 @@ class Predicted:
 
 @dataclass(frozen=True)
 class Law:
-    """The fitted law.
+    """The fitted law."""
 
-    Attributes:
-        curve: The curve of the forward pass.
-        columns: The number of each coefficient in `theta`.
-        theta: The coefficients.
-        covariance: Their covariance.
-        deviations: The deviation of each group of effects.
-        noise: The deviation in percent of a pair at 100 million parameters, by family.
-        typical: That of a family without points, at any size.
-        scatter: The deviation of a point about the law, as a share of its gap.
-        evidence: The logarithm of the probability of the points, up to a constant, for the choice of a curve.
-        observed: The points that it was fitted to.
-    """
-
-    curve: Curve
-    columns: Mapping[Column, int]
-    theta: Array
-    covariance: Array
-    deviations: Mapping[str, float]
-    noise: Mapping[str, float]
-    typical: float
-    scatter: float
+    curve: Curve  # the curve of the forward pass
+    columns: Mapping[Column, int]  # the number of each coefficient in `theta`
+    theta: Array  # the coefficients
+    covariance: Array  # their covariance
+    deviations: Mapping[str, float]  # the deviation of each group of effects
+    noise: Mapping[str, float]  # the deviation in percent of a pair at 100 million parameters, by family
+    typical: float  # that of a family without points, at any size
+    scatter: float  # the deviation of a point about the law, as a share of its gap
+    # the logarithm of the probability of the points, up to a constant, for the choice of a curve
     evidence: float
-    observed: Sequence[Observed] = field(default=(), repr=False)
+    observed: Sequence[Observed] = field(default=(), repr=False)  # the points that it was fitted to
 
     def predict(self, setting: Setting) -> Predicted:
         """The forecast of a setting; a gap of 0 for a recipe without a narrow GEMM."""

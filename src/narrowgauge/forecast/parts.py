@@ -16,19 +16,12 @@ _HEADS = {"head", "lm_head"}
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """What the law reads from a recipe.
+    """What the law reads from a recipe."""
 
-    Attributes:
-        parts: Its narrow GEMMs.
-        tail: The share of blocks that it keeps wide.
-        finishes: Whether the forward pass becomes wide once the learning rate falls.
-        beyond: What it narrows that no law of GEMMs describes, in words; "" for nothing.
-    """
-
-    parts: tuple[Part, ...]
-    tail: float
-    finishes: bool
-    beyond: str
+    parts: tuple[Part, ...]  # its narrow GEMMs
+    tail: float  # the share of blocks that it keeps wide
+    finishes: bool  # whether the forward pass becomes wide once the learning rate falls
+    beyond: str  # what it narrows that no law of GEMMs describes, in words; "" for nothing
 
     def setting(
         self, name: str, params: float, tokens: float, tail: float | None = None, family: str = NEW

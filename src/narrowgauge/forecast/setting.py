@@ -9,16 +9,11 @@ NEW = "a family without points"
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One GEMM of a recipe: its name, the casts of its operands, and their noise.
+    """One GEMM of a recipe: its name, the casts of its operands, and their noise."""
 
-    Attributes:
-        gemm: "fprop", "dgrad" or "wgrad".
-        casts: The casts of both operands, as text; equal texts share a coefficient.
-        noise: The noise of both operands together, over their power (`noise`); None if it is unknown.
-    """
-
-    gemm: str
-    casts: str
+    gemm: str  # "fprop", "dgrad" or "wgrad"
+    casts: str  # the casts of both operands, as text; equal texts share a coefficient
+    # the noise of both operands together, over their power (`noise`); None if it is unknown
     noise: float | None = None
 
     @property
@@ -29,25 +24,15 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A recipe as its parts, at a size and a length.
+    """A recipe as its parts, at a size and a length."""
 
-    Attributes:
-        recipe: Its name; settings of one name share an effect.
-        parts: The GEMMs that are narrow; none for a reference.
-        params: Parameters, without embeddings.
-        tokens: Tokens of training.
-        family: The laboratory, architecture and corpus; `NEW` for one without points.
-        tail: The share of blocks that stay wide.
-        finishes: Whether the forward pass is wide once the learning rate falls.
-    """
-
-    recipe: str
-    parts: tuple[Part, ...]
-    params: float
-    tokens: float
-    family: str = NEW
-    tail: float = 0.0
-    finishes: bool = False
+    recipe: str  # its name; settings of one name share an effect
+    parts: tuple[Part, ...]  # the GEMMs that are narrow; none for a reference
+    params: float  # parameters, without embeddings
+    tokens: float  # tokens of training
+    family: str = NEW  # the laboratory, architecture and corpus; `NEW` for one without points
+    tail: float = 0.0  # the share of blocks that stay wide
+    finishes: bool = False  # whether the forward pass is wide once the learning rate falls
 
     @property
     def tokens_per_param(self) -> float:
@@ -61,33 +46,19 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """A gap in percent that was measured at a setting, as the mean over some pairs of runs.
-
-    Attributes:
-        setting: The setting.
-        gap: The gap in percent of the loss of the reference.
-        seeds: How many pairs it is the mean of.
-        error: The deviation of `gap` in percent where its source states one.
-    """
+    """A gap in percent that was measured at a setting, as the mean over some pairs of runs."""
 
     setting: Setting
-    gap: float
-    seeds: int = 1
-    error: float | None = None
+    gap: float  # the gap in percent of the loss of the reference
+    seeds: int = 1  # how many pairs it is the mean of
+    error: float | None = None  # the deviation of `gap` in percent where its source states one
 
 
 @dataclass(frozen=True, slots=True)
 class Hint:
-    """Evidence on one part of a recipe in addition to the points.
-
-    Attributes:
-        part: The part.
-        recipe: The recipe.
-        shift: ln kappa beyond what the noise of its casts makes it.
-        deviation: The deviation of that.
-    """
+    """Evidence on one part of a recipe in addition to the points."""
 
     part: Part
     recipe: str
-    shift: float
-    deviation: float
+    shift: float  # ln kappa beyond what the noise of its casts makes it
+    deviation: float  # the deviation of that

@@ -46,14 +46,11 @@ def stream_key(seed: int, step: int, tensor: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class RandomStream:
-    """The random bits of one tensor in one step.
+    """The random bits of one tensor in one step."""
 
-    Attributes:
-        key: An int32 tensor of two words (a tensor, so that compiled code is not recompiled every step).
-        offset: Index of the first element in the global tensor: an int or a 0-dim int64 tensor.
-    """
-
+    # an int32 tensor of two words (a tensor, so that compiled code is not recompiled every step)
     key: torch.Tensor
+    # index of the first element in the global tensor: an int or a 0-dim int64 tensor
     offset: int | torch.Tensor = 0
 
     def bits(self, shape: torch.Size | tuple[int, ...]) -> torch.Tensor:

@@ -149,11 +149,7 @@ def format_facts(fmt: Format) -> dict[str, Any]:
 
 
 def format_from_facts(name: str, facts: Mapping[str, Any]) -> Format:
-    """The format that a table of a recipe's file describes; `signed`, `zero` and `specials` have defaults.
-
-    Raises:
-        UserError: A key is unknown or missing, or a value has another type.
-    """
+    """The format that a table of a recipe's file describes; `signed`, `zero` and `specials` have defaults."""
     for key in [key for key in facts if key not in _FACTS]:
         raise unknown(f"key of [format.{name}]", key, _FACTS)
     if missing := {"exponent_bits", "mantissa_bits", "bias"} - facts.keys():

@@ -22,16 +22,11 @@ OPTIONS = ("lr", "betas", "eps", "weight_decay", "initial_lr")  # that both have
 
 
 class SavedOptimizer(torch.optim.Optimizer):
-    """The part of an optimizer with moments in casts that saves and restores its state.
+    """The part of an optimizer with moments in casts that saves and restores its state."""
 
-    Attributes:
-        recipe: The recipe with the casts of the moments.
-        seed: The seed of stochastic rounding.
-        model: A model whose recipe's state it carries, also where it updates none of the layers' weights.
-    """
-
-    recipe: Recipe
-    seed: int
+    recipe: Recipe  # the recipe with the casts of the moments
+    seed: int  # the seed of stochastic rounding
+    # a model whose recipe's state it carries, also where it updates none of the layers' weights
     model: torch.nn.Module | None = None
 
     def tensors(self, names: Mapping[torch.Tensor, str]) -> dict[str, torch.Tensor]:

@@ -23,21 +23,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """The facts that decide which code runs.
+    """The facts that decide which code runs."""
 
-    Attributes:
-        maker: "cpu", "nvidia", "amd", or torch's name for another device type.
-        capability: The compute capability of an NVIDIA GPU, such as (9, 0).
-        architecture: The architecture of an AMD GPU, such as "gfx942".
-        library: The version of CUDA or ROCm that torch was built with, such as (12, 9).
-        compiles: Whether the machine has Triton and a C compiler; assumed for a GPU elsewhere.
-    """
-
-    maker: str
-    capability: tuple[int, int] = (0, 0)
-    architecture: str = ""
+    maker: str  # "cpu", "nvidia", "amd", or torch's name for another device type
+    capability: tuple[int, int] = (0, 0)  # the compute capability of an NVIDIA GPU, such as (9, 0)
+    architecture: str = ""  # the architecture of an AMD GPU, such as "gfx942"
+    # the version of CUDA or ROCm that torch was built with, such as (12, 9)
     library: tuple[int, int] = (0, 0)
-    compiles: bool = True
+    compiles: bool = True  # whether the machine has Triton and a C compiler; assumed for a GPU elsewhere
 
     @property
     def is_gpu(self) -> bool:
@@ -64,27 +57,17 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class GpuWork:
-    """The work of one GPU kernel, reported by the code that would have launched it.
+    """The work of one GPU kernel, reported by the code that would have launched it."""
 
-    Attributes:
-        name: The kernel's name.
-        reads: The tensors that it reads; a tensor that it reads and writes is in both.
-        writes: The tensors that it writes.
-        flops: Its FLOPs on the matrix units.
-        kind: The rate of these FLOPs: "bf16", "fp32" or "attention".
-        launches: The number of kernels.
-        lanes: Its instructions, in fp32 lanes; 0 where they are not counted because memory is slower.
-        numbers: Arguments that its launch passes by value: constants and host numbers.
-    """
-
-    name: str
-    reads: Sequence[torch.Tensor]
-    writes: Sequence[torch.Tensor]
-    flops: float = 0.0
-    kind: str = ""
-    launches: int = 1
+    name: str  # the kernel's name
+    reads: Sequence[torch.Tensor]  # the tensors that it reads; a tensor that it reads and writes is in both
+    writes: Sequence[torch.Tensor]  # the tensors that it writes
+    flops: float = 0.0  # its FLOPs on the matrix units
+    kind: str = ""  # the rate of these FLOPs: "bf16", "fp32" or "attention"
+    launches: int = 1  # the number of kernels
+    # its instructions, in fp32 lanes; 0 where they are not counted because memory is slower
     lanes: float = 0.0
-    numbers: Sequence[Any] = ()
+    numbers: Sequence[Any] = ()  # arguments that its launch passes by value: constants and host numbers
 
 
 Listener = Callable[[GpuWork], None]

@@ -30,16 +30,11 @@ from narrowgauge.system.collectives import Group, all_reduce_max, comm_tag
 
 @dataclass(frozen=True, slots=True)
 class WireFormat:
-    """The wire format of one tensor.
+    """The wire format of one tensor."""
 
-    Attributes:
-        cast: the cast of its values.
-        prescale: the adaptive factor of its scale, if the cast uses one.
-        also: groups that hold other shards or replicas of the same weight, and share its scale and factor.
-    """
-
-    cast: Cast
-    prescale: PreScale | None = None
+    cast: Cast  # the cast of its values
+    prescale: PreScale | None = None  # the adaptive factor of its scale, if the cast uses one
+    # groups that hold other shards or replicas of the same weight, and share its scale and factor
     also: tuple[Group, ...] = ()
 
     @property

@@ -18,21 +18,13 @@ EPSILON = 1e-9  # sums of shares are not exact
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """The budget of an assignment.
+    """The budget of an assignment."""
 
-    Attributes:
-        option: The option and its value, for errors.
-        words: The unit of an amount, such as "of the FLOPs in 4 bits".
-        amounts: The amount of a GEMM that does all FLOPs, by the name of its format.
-        low: The smallest amount.
-        high: The largest amount.
-    """
-
-    option: str
-    words: str
-    amounts: Mapping[str, float]
-    low: float
-    high: float
+    option: str  # the option and its value, for errors
+    words: str  # the unit of an amount, such as "of the FLOPs in 4 bits"
+    amounts: Mapping[str, float]  # the amount of a GEMM that does all FLOPs, by the name of its format
+    low: float  # the smallest amount
+    high: float  # the largest amount
 
     def holds(self, amount: float) -> bool:
         """Whether an amount lies in the range."""

@@ -102,21 +102,13 @@ class RecipeProbe:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What is probed: a model's weights at a moment of training, on some batches.
+    """What is probed: a model's weights at a moment of training, on some batches."""
 
-    Attributes:
-        spec: The model; its recipe is not used.
-        weights: By parameter name, float32.
-        position: The step for timed rules, and the seed of the random bits.
-        batches: The batches that every recipe processes.
-        device: The device of the passes.
-    """
-
-    spec: ModelSpec
-    weights: Tensors
-    position: Position
-    batches: Sequence[Batch]
-    device: torch.device
+    spec: ModelSpec  # the model; its recipe is not used
+    weights: Tensors  # by parameter name, float32
+    position: Position  # the step for timed rules, and the seed of the random bits
+    batches: Sequence[Batch]  # the batches that every recipe processes
+    device: torch.device  # the device of the passes
 
     def model(self, recipe: Recipe) -> Transformer:
         """The model under a recipe, at the position."""

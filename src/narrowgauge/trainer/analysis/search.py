@@ -46,21 +46,14 @@ BASELINES = ("uniform", "keep-ends", "smallest-error", "random")
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """The choices of a search.
+    """The choices of a search."""
 
-    Attributes:
-        casts: The formats by name; the last one is the widest.
-        shares: Each GEMM's share of all FLOPs.
-        costs: The predicted cost of each GEMM in each format in nats, at least 0.
-        kept: The GEMMs that stay in the widest format.
-        gaps: What forks measured for each GEMM and format by seed, in nats.
-    """
-
-    casts: Mapping[str, Cast]
-    shares: Mapping[Gemm, float]
+    casts: Mapping[str, Cast]  # the formats by name; the last one is the widest
+    shares: Mapping[Gemm, float]  # each GEMM's share of all FLOPs
+    # the predicted cost of each GEMM in each format in nats, at least 0
     costs: Mapping[Gemm, Mapping[str, float]]
-    kept: frozenset[Gemm]
-    gaps: Gaps
+    kept: frozenset[Gemm]  # the GEMMs that stay in the widest format
+    gaps: Gaps  # what forks measured for each GEMM and format by seed, in nats
 
     def amount(self, assignment: Assignment, budget: Budget) -> float:
         """The amount of a budget that an assignment uses."""

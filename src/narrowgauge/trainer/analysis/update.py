@@ -43,19 +43,13 @@ class SecondMoment:
 
 @dataclass(frozen=True, slots=True)
 class StepMetric:
-    """The factors P by which an optimizer weighs the elements of a gradient.
+    """The factors P by which an optimizer weighs the elements of a gradient."""
 
-    Attributes:
-        weights: Each parameter's weights, by name.
-        moments: AdamW's second moments; rows of parameters without one are weighted by their size.
-        beta2: AdamW's second beta.
-        eps: AdamW's eps.
-    """
-
-    weights: Tensors
+    weights: Tensors  # each parameter's weights, by name
+    # AdamW's second moments; rows of parameters without one are weighted by their size
     moments: Mapping[str, SecondMoment] = field(default_factory=dict)
-    beta2: float = 0.95
-    eps: float = 1e-8
+    beta2: float = 0.95  # AdamW's second beta
+    eps: float = 1e-8  # AdamW's eps
 
     def factors(self, gradient: Tensors) -> dict[str, torch.Tensor]:
         """P of each parameter at a gradient, in shapes that broadcast against it."""

@@ -29,20 +29,14 @@ class MicroBatch(NamedTuple):
 
 @dataclass
 class StageInput:
-    """Inputs of a process's stages in a step, apart from the tensors that stages send each other.
-
-    Attributes:
-        begin: `begin(i)` is called before each forward pass of the i-th micro-batch.
-        scale: maps a loss to the value that the backward pass starts from.
-        total: the sum of the losses so far, as `Transformer.loss` returns them.
-        current: the micro-batch that was begun last; -1 before the first.
-    """
+    """Inputs of a process's stages in a step, apart from the tensors that stages send each other."""
 
     micro_batches: Sequence[MicroBatch]
-    begin: Callable[[int], None]
+    begin: Callable[[int], None]  # `begin(i)` is called before each forward pass of the i-th micro-batch
+    # maps a loss to the value that the backward pass starts from
     scale: Callable[[torch.Tensor], torch.Tensor]
-    total: torch.Tensor
-    current: int = -1
+    total: torch.Tensor  # the sum of the losses so far, as `Transformer.loss` returns them
+    current: int = -1  # the micro-batch that was begun last; -1 before the first
 
     def enter(self, i: int) -> None:
         """Begin the i-th micro-batch, unless it is the current one."""

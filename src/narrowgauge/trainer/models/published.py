@@ -11,29 +11,17 @@ from narrowgauge.trainer.models.sizes import ALIASES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Published:
-    """The published training of a model.
+    """The published training of a model."""
 
-    Attributes:
-        sequence_length: Tokens of a sequence.
-        batch_size: Sequences of an optimizer step.
-        lr: The peak of the learning rate.
-        warmup_steps: Steps of the linear rise.
-        final: The share of the peak at the end.
-        weight_decay: That of AdamW; None where it is not published.
-        tokens: Tokens of the whole training.
-        source: The paper or script.
-        note: What was not published, and is taken from elsewhere.
-    """
-
-    sequence_length: int
-    batch_size: int
-    lr: float
-    warmup_steps: int
-    final: float
-    tokens: float
-    source: str
-    weight_decay: float | None = None
-    note: str = ""
+    sequence_length: int  # tokens of a sequence
+    batch_size: int  # sequences of an optimizer step
+    lr: float  # the peak of the learning rate
+    warmup_steps: int  # steps of the linear rise
+    final: float  # the share of the peak at the end
+    tokens: float  # tokens of the whole training
+    source: str  # the paper or script
+    weight_decay: float | None = None  # that of AdamW; None where it is not published
+    note: str = ""  # what was not published, and is taken from elsewhere
 
     @property
     def steps(self) -> int:

@@ -19,25 +19,16 @@ from narrowgauge.trainer.models import ModelConfig
 
 @dataclass(frozen=True)
 class Family:
-    """A family of transformers.
+    """A family of transformers."""
 
-    Attributes:
-        architecture: Its class.
-        keys: Their key for each of ours that varies from model to model.
-        assumed: What transformers takes for a key that is missing.
-        fixed: Ours that all of its models share.
-        demanded: Their keys, each with the values that are computed here; the first one where it is missing.
-        written: Their keys that are always written so.
-        has_experts: Whether its MLPs are mixtures.
-    """
-
-    architecture: str
-    keys: dict[str, str]
-    assumed: dict[str, Any]
-    fixed: dict[str, Any]
+    architecture: str  # its class
+    keys: dict[str, str]  # their key for each of ours that varies from model to model
+    assumed: dict[str, Any]  # what transformers takes for a key that is missing
+    fixed: dict[str, Any]  # ours that all of its models share
+    # their keys, each with the values that are computed here; the first one where it is missing
     demanded: dict[str, tuple[Any, ...]]
-    written: dict[str, Any]
-    has_experts: bool = False
+    written: dict[str, Any]  # their keys that are always written so
+    has_experts: bool = False  # whether its MLPs are mixtures
 
 
 _BOTH = {"vocab_size": "vocab_size", "initial_std": "initializer_range", "tied_head": "tie_word_embeddings"}

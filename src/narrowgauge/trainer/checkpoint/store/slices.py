@@ -54,17 +54,11 @@ class TensorSlice:
 
 @dataclass(frozen=True)
 class LocalTensor:
-    """A slice of a global tensor in the memory of this process.
+    """A slice of a global tensor in the memory of this process."""
 
-    Attributes:
-        tensor: The elements, on any device, with any strides.
-        shape: Shape of the global tensor.
-        offset: Index of the first element in the global tensor, for each dimension.
-    """
-
-    tensor: torch.Tensor
-    shape: Shape
-    offset: Shape
+    tensor: torch.Tensor  # the elements, on any device, with any strides
+    shape: Shape  # shape of the global tensor
+    offset: Shape  # index of the first element in the global tensor, for each dimension
 
     @property
     def slice(self) -> TensorSlice:

@@ -29,17 +29,11 @@ WEIGHT_STATE = ("weight", "master", "grad")
 
 @dataclass(frozen=True)
 class ShardedDimension:
-    """One dimension of a global tensor, as it is sharded.
+    """One dimension of a global tensor, as it is sharded."""
 
-    Attributes:
-        what: the name of its entries, for messages.
-        shards: the axis of each rank.
-        degrees: number of processes on each mesh axis that shards it.
-    """
-
-    what: str
-    shards: tuple[ShardAxis, ...]
-    degrees: Mapping[str, int]
+    what: str  # the name of its entries, for messages
+    shards: tuple[ShardAxis, ...]  # the axis of each rank
+    degrees: Mapping[str, int]  # number of processes on each mesh axis that shards it
 
     def require_aligned(self, size: int, what: str, cast: Cast, where: str) -> None:
         """Refuse a sharding that divides blocks of `size` entries.

@@ -54,31 +54,19 @@ class Objective(nn.Module):
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A model, its recipe, and everything else that its forward pass depends on.
-
-    Attributes:
-        seed: the seed of the initial weights and of the token order.
-        rounding_seed: the seed of stochastic rounding; -1: `seed`.
-        backend: whether narrow GEMMs run natively: "auto", "native" or "emulated".
-        recompute: one block in this many recomputes its activations in the backward pass; 0: none does.
-        selective: whether those recompute only their MLP.
-        chunked_loss: whether head and loss are computed in chunks, without all logits in memory.
-        z_loss: the coefficient of the z-loss; 0: none.
-        balance_loss: the coefficient of the experts' balance loss; 0: none.
-        batch_size: sequences of a step, by which processes number the tokens they exchange.
-    """
+    """A model, its recipe, and everything else that its forward pass depends on."""
 
     model: ModelConfig
     recipe: Recipe
-    seed: int
-    rounding_seed: int = -1
-    backend: str = "auto"
-    recompute: int = 0
-    selective: bool = False
-    chunked_loss: bool = False
-    z_loss: float = 0.0
-    balance_loss: float = 0.0
-    batch_size: int = 1
+    seed: int  # the seed of the initial weights and of the token order
+    rounding_seed: int = -1  # the seed of stochastic rounding; -1: `seed`
+    backend: str = "auto"  # whether narrow GEMMs run natively: "auto", "native" or "emulated"
+    recompute: int = 0  # one block in this many recomputes its activations in the backward pass; 0: none does
+    selective: bool = False  # whether those recompute only their MLP
+    chunked_loss: bool = False  # whether head and loss are computed in chunks, without all logits in memory
+    z_loss: float = 0.0  # the coefficient of the z-loss; 0: none
+    balance_loss: float = 0.0  # the coefficient of the experts' balance loss; 0: none
+    batch_size: int = 1  # sequences of a step, by which processes number the tokens they exchange
 
     @property
     def seed_of_rounding(self) -> int:

@@ -29,18 +29,12 @@ _OWN = "GGUF."  # prefix of the reader's own fields, which are not keys of the f
 
 @dataclass(frozen=True)
 class StoredRows:
-    """A tensor as the bytes of a type.
+    """A tensor as the bytes of a type."""
 
-    Attributes:
-        type: ggml's name of the type.
-        data: (length of the first dimension, bytes of each).
-        shape: (N, K), (N,) of a vector, or (E, N, K) of the matrices of experts.
-        scale: The scale of a matrix, which multiplies all values; a file holds it as another tensor.
-    """
-
-    type: str
-    data: NDArray[np.uint8]
-    shape: tuple[int, ...]
+    type: str  # ggml's name of the type
+    data: NDArray[np.uint8]  # (length of the first dimension, bytes of each)
+    shape: tuple[int, ...]  # (N, K), (N,) of a vector, or (E, N, K) of the matrices of experts
+    # the scale of a matrix, which multiplies all values; a file holds it as another tensor
     scale: float | None = None
 
     def at(self, rows: NDArray[np.intp]) -> "StoredRows":
