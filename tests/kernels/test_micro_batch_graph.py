@@ -56,7 +56,7 @@ def test_replays_have_the_digits_of_launches_one_by_one(case, device, monkeypatc
     assert recorded == usual
     for name, weight in weights.items():
         assert torch.equal(weight, of_recorded[name]), name
-    assert len(recorder.recordings) == 2
+    assert len(recorder.recordings) == min(2, CASES[case][1]), "the first micro-batch and the others"
     assert recorder.releases == 0
 
 
