@@ -1,6 +1,5 @@
 """A prepared corpus is opened as it was written, or refused by the name of the file that is not."""
 
-import dataclasses
 import json
 
 import pytest
@@ -33,7 +32,7 @@ def test_damage_to_any_file_is_found_at_opening_and_named(source, tmp_path, name
 
 def test_corpus_refuses_a_token_beyond_its_manifests_vocabulary_with_the_position(source, tmp_path):
     directory = prepare(source, "bpe-300", tmp_path / "out").directory
-    manifest = dataclasses.replace(open_corpus(directory).manifest, vocab_size=280)
+    manifest = open_corpus(directory).manifest.model_copy(update={"vocab_size": 280})
     (directory / "manifest.json").write_text(manifest.to_json())
     with pytest.raises(UserError, match=r"token \d+ has id 2\d\d, but the vocabulary ends at 279"):
         open_corpus(directory)

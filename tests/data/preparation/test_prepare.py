@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -146,6 +147,6 @@ def test_a_full_disk_under_the_digests_of_duplicates_is_an_error_of_the_system(t
     """sqlite has separate errors, and one of them was a traceback."""
     monkeypatch.setattr("narrowgauge.trainer.data.preparation.document_filter._CACHE_KIB", 64)
     digests = (number.to_bytes(16, "big") for number in range(1 << 17))
-    says = "cannot store the digests for --dedup: "
-    with full_disk(1 << 18), SeenTexts(tmp_path / "seen") as seen, pytest.raises(OSError, match=says):
+    seen, says = SeenTexts(tmp_path / "seen"), "cannot store the digests for --dedup: "
+    with full_disk(1 << 18), closing(seen), pytest.raises(OSError, match=says):
         list(map(seen.add, digests))

@@ -16,9 +16,11 @@ and the options.
 """
 
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_origin
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from narrowgauge.system.errors import UserError
 from narrowgauge.system.files import sha256_of
@@ -36,8 +38,22 @@ LAYOUT_VERSION = 2
 MANIFEST_FILE = "manifest.json"
 
 
-@dataclass(frozen=True)
-class CorpusManifest:
+class _Facts(BaseModel):
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+
+class WrittenFile(_Facts):
+    """A token file of a corpus."""
+
+    name: Annotated[str, Field(pattern=r"^[^/\\]+$")]
+    tokens: int
+    sha256: str
+
+
+Written = Annotated[list[WrittenFile], Field(min_length=1)]
+
+
+class CorpusManifest(_Facts):
     """The content of manifest.json; digests are hexadecimal sha256."""
 
     layout: int
@@ -58,13 +74,13 @@ class CorpusManifest:
     rejected: int
     train_tokens: int
     val_tokens: int
-    train: list[dict[str, Any]]  # name, tokens and sha256 of each file
-    val: list[dict[str, Any]]
+    train: Written
+    val: Written
     tokenizer_sha256: str
 
     def to_json(self) -> str:
         """The text of manifest.json. It has no times and no paths, so that manifests can be compared."""
-        return json.dumps(asdict(self), indent=2) + "\n"
+        return json.dumps(self.model_dump(), indent=2) + "\n"
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,8 +119,8 @@ def open_corpus(directory: Path, verify: bool = True) -> Corpus:
         raise damaged(tokenizer_path, "it is missing")
     if verify and sha256_of(tokenizer_path, follow_links=True) != manifest.tokenizer_sha256:
         raise damaged(tokenizer_path, "its sha256 has changed since it was written")
-    for facts in manifest.train + manifest.val if verify else ():
-        verify_token_file(directory / facts["name"], _written(facts), manifest.vocab_size)
+    for file in manifest.train + manifest.val if verify else ():
+        verify_token_file(directory / file.name, TokenFile(file.tokens, file.sha256), manifest.vocab_size)
     tokenizer = load_tokenizer(tokenizer_path)
     if tokenizer.vocab_size != manifest.vocab_size:
         raise damaged(
@@ -112,16 +128,12 @@ def open_corpus(directory: Path, verify: bool = True) -> Corpus:
         )
     train, val = (
         TokenStream(
-            tuple(open_token_file(directory / facts["name"], _written(facts)) for facts in files),
+            tuple(open_token_file(directory / f.name, TokenFile(f.tokens, f.sha256)) for f in files),
             (tokenizer.end_of_document,),
         )
         for files in (manifest.train, manifest.val)
     )
     return Corpus(directory, tokenizer, train, val, manifest.digest, manifest)
-
-
-def _written(facts: dict[str, Any]) -> TokenFile:
-    return TokenFile(facts["tokens"], facts["sha256"])
 
 
 def read_manifest(directory: Path) -> CorpusManifest:
@@ -143,17 +155,9 @@ def read_manifest(directory: Path) -> CorpusManifest:
             f"the corpus in {directory} has layout {layout}, but this narrowgauge reads layout "
             f"{LAYOUT_VERSION}; delete the directory and prepare it again"
         )
-    types = {field.name: get_origin(field.type) or field.type for field in fields(CorpusManifest)}
-    if {name: type(value) for name, value in facts.items()} != types:
-        raise damaged(path, f"its keys or their types do not match {', '.join(types)}")
-    for part in (facts["train"], facts["val"]):
-        if not part or not all(_is_file(entry) for entry in part):
-            raise damaged(path, "an entry for a token file lacks its name, token count or sha256")
-    return CorpusManifest(**facts)
-
-
-def _is_file(entry: object) -> bool:
-    types = {"name": str, "tokens": int, "sha256": str}
-    if not isinstance(entry, dict) or {key: type(value) for key, value in entry.items()} != types:
-        return False
-    return "/" not in entry["name"] and "\\" not in entry["name"]
+    try:
+        return CorpusManifest.model_validate(facts)
+    except ValidationError as error:
+        key = ".".join(map(str, error.errors()[0]["loc"]))
+        message = error.errors()[0]["msg"]
+        raise damaged(path, f"its keys or their types do not match ({key}: {message})") from None

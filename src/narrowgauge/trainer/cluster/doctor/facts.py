@@ -10,6 +10,7 @@ import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib import resources
 from typing import Any, NamedTuple
 
@@ -130,19 +131,9 @@ class Verdict(NamedTuple):
     fix: str = ""  # what to do about it; "" if nothing needs fixing
 
 
-def ok(found: str) -> Verdict:
-    """A verdict that needs no fix."""
-    return Verdict("OK", found)
-
-
-def warn(found: str, fix: str) -> Verdict:
-    """A verdict for what works, but slower or less than it could, or only for some verbs."""
-    return Verdict("WARN", found, fix)
-
-
-def miss(found: str, fix: str) -> Verdict:
-    """A verdict for what will fail or be silently wrong."""
-    return Verdict("MISS", found, fix)
+ok = partial(Verdict, "OK")  # needs no fix
+warn = partial(Verdict, "WARN")  # works, but slower or less than it could, or only for some verbs
+miss = partial(Verdict, "MISS")  # will fail or be silently wrong
 
 
 def of_error(status: str, sentence: str, otherwise: str) -> Verdict:

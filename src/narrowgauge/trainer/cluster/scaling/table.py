@@ -11,16 +11,6 @@ _TITLES = {
     "strong": "strong: the same batch in all",
     "weak": "weak: the same batch for each process",
 }
-_COLUMNS = (
-    "procs",
-    "batch",
-    "step, ms",
-    "rounds",
-    "tokens/s",
-    "speed-up",
-    "efficiency",
-    "communication",
-)
 
 
 def print_scaling(result: Scaling, console: Console) -> None:
@@ -35,11 +25,11 @@ def print_scaling(result: Scaling, console: Console) -> None:
     )
     for mode, title in _TITLES.items():
         table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-        for column in _COLUMNS:
+        rows = [_cells(row, star) for row in result.rows if row.mode == mode]
+        for column in rows[0]:
             table.add_column(column, justify="right")
-        for row in result.rows:
-            if row.mode == mode:
-                table.add_row(*_cells(row, star))
+        for row in rows:
+            table.add_row(*row.values())
         console.print(f"\n{title}", style="bold", highlight=False)
         console.print(table)
     console.print()
@@ -50,19 +40,20 @@ def print_scaling(result: Scaling, console: Console) -> None:
         console.print(f"WARNING {warning}", style="yellow", highlight=False, markup=False)
 
 
-def _cells(row: Row, star: str) -> list[str]:
+def _cells(row: Row, star: str) -> dict[str, str]:
+    """The cells of a row by column."""
     low, high = min(row.round_ms), max(row.round_ms)
     batch = f"{row.batch_size // row.micro_batch_size} x {row.micro_batch_size}"
-    return [
-        str(row.processes),
-        batch,
-        _ms(row.step_ms),
-        f"{_ms(low)}-{_ms(high)}",
-        f"{human_count(row.tokens_per_s)}{star}",
-        f"{row.speed_up:.2f}x",
-        f"{row.efficiency:.0%}",
-        f"{row.communication:.0%}",
-    ]
+    return {
+        "procs": str(row.processes),
+        "batch": batch,
+        "step, ms": _ms(row.step_ms),
+        "rounds": f"{_ms(low)}-{_ms(high)}",
+        "tokens/s": f"{human_count(row.tokens_per_s)}{star}",
+        "speed-up": f"{row.speed_up:.2f}x",
+        "efficiency": f"{row.efficiency:.0%}",
+        "communication": f"{row.communication:.0%}",
+    }
 
 
 def _ms(milliseconds: float) -> str:

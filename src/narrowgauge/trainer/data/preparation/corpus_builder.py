@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -12,7 +12,7 @@ from typing import Any
 from narrowgauge.system.errors import UserError
 from narrowgauge.system.files import sha256_of, write_whole
 from narrowgauge.trainer.data.cache import Progress
-from narrowgauge.trainer.data.corpus import LAYOUT_VERSION, MANIFEST_FILE, CorpusManifest
+from narrowgauge.trainer.data.corpus import LAYOUT_VERSION, MANIFEST_FILE, CorpusManifest, WrittenFile
 from narrowgauge.trainer.data.preparation.document_filter import (
     REJECTED_FILE,
     TRAIN,
@@ -100,7 +100,7 @@ class CorpusBuilder:
         """Fill the directory; returns the builder that must do it instead, if one must."""
         texts = TrainingTexts()
         if self.identity == self.name and self.name.startswith("bpe-"):
-            with self._filter() as document_filter:
+            with closing(self._filter()) as document_filter:
                 for side, document in self._documents("read", partial(read_chunk, self.cut), document_filter):
                     if side == TRAIN:
                         texts.add(document)
@@ -112,7 +112,7 @@ class CorpusBuilder:
         vocab_size, sha256 = load_tokenizer(path).vocab_size, sha256_of(path)
         writers = dict[str, TokenWriter]()
         with ExitStack() as stack:
-            document_filter = stack.enter_context(self._filter())
+            document_filter = stack.enter_context(closing(self._filter()))
             for side in (TRAIN, VAL):
                 writer = TokenWriter(shard_paths(self.staging, side), vocab_size, MOST_TOKENS)
                 writers[side] = stack.enter_context(writer)
@@ -129,11 +129,11 @@ class CorpusBuilder:
     def _filter(self) -> DocumentFilter:
         return DocumentFilter(self.source.name, self.options, self.staging, self.moved)
 
-    def _renamed(self, side: str, written: dict[Path, TokenFile]) -> list[dict[str, Any]]:
+    def _renamed(self, side: str, written: dict[Path, TokenFile]) -> list[WrittenFile]:
         """The facts of the files of a side; the name of a single one loses its number."""
         if len(written) == 1:
             written = {path.rename(self.staging / f"{side}.bin"): file for path, file in written.items()}
-        return [{"name": p.name, "tokens": f.count, "sha256": f.sha256} for p, f in written.items()]
+        return [WrittenFile(name=p.name, tokens=f.count, sha256=f.sha256) for p, f in written.items()]
 
     def _documents(
         self, stage: str, work: Callable[[Chunk], Batch], document_filter: DocumentFilter
@@ -175,7 +175,7 @@ class CorpusBuilder:
     def _manifest(
         self,
         document_filter: DocumentFilter,
-        written: dict[str, list[dict[str, Any]]],
+        written: dict[str, list[WrittenFile]],
         vocab_size: int,
         tokenizer_sha256: str,
     ) -> CorpusManifest:
@@ -197,8 +197,8 @@ class CorpusBuilder:
             val_documents=document_filter.documents[VAL],
             duplicates=document_filter.duplicates,
             rejected=document_filter.rejected,
-            train_tokens=sum(file["tokens"] for file in written[TRAIN]),
-            val_tokens=sum(file["tokens"] for file in written[VAL]),
+            train_tokens=sum(file.tokens for file in written[TRAIN]),
+            val_tokens=sum(file.tokens for file in written[VAL]),
             train=written[TRAIN],
             val=written[VAL],
             tokenizer_sha256=tokenizer_sha256,

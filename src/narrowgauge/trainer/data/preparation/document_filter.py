@@ -17,7 +17,6 @@ digests of all texts are stored on disk, sixteen bytes for each document, so tha
 import hashlib
 import json
 import sqlite3
-from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
@@ -45,18 +44,20 @@ def is_held_out(digest: bytes, share: float) -> bool:
     return r % 10 * _B + r // 10 < share * 10 * _B
 
 
-class SeenTexts(AbstractContextManager["SeenTexts"]):
+class SeenTexts:
     """The digests of all texts so far, in a temporary file."""
 
     def __init__(self, path: Path) -> None:
-        self._database = sqlite3.connect(path, isolation_level=None)
+        self._path, self._database = path, sqlite3.connect(path, isolation_level=None)
         for pragma in ("journal_mode = OFF", "synchronous = OFF", f"cache_size = -{_CACHE_KIB}"):
             self._database.execute(f"PRAGMA {pragma}")
         self._database.execute("CREATE TABLE seen (content BLOB PRIMARY KEY) WITHOUT ROWID")
         self._database.execute("BEGIN")
 
-    def __exit__(self, *error: object) -> None:
+    def close(self) -> None:
+        """Delete the file."""
         self._database.close()
+        self._path.unlink()
 
     def add(self, content: bytes) -> bool:
         """Add a text; returns whether it is new. Raises `OSError` if the disk is full or read-only."""
@@ -97,19 +98,14 @@ class DocumentFilter:
         self.duplicates = self.rejected = 0
         self.digest = hashlib.sha256()
         self.first_rejected: Rejected | None = None
-        self._seen_path, self._rejected_path = staging / "seen", staging / REJECTED_FILE
-        self._seen: SeenTexts | None = SeenTexts(self._seen_path) if options.dedup else None
+        self._rejected_path = staging / REJECTED_FILE
+        self._seen = SeenTexts(staging / "seen") if options.dedup else None
         self._extremes = list[tuple[int, int]]()  # rank and number of the document of the lowest and highest
-        self._stack = ExitStack()
 
-    def __enter__(self) -> "DocumentFilter":
+    def close(self) -> None:
+        """Delete the temporary files."""
         if self._seen:
-            self._stack.callback(self._seen_path.unlink)
-            self._stack.enter_context(self._seen)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
+            self._seen.close()
 
     @property
     def kept(self) -> int:

@@ -14,7 +14,7 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -72,29 +72,21 @@ class TokenStream:
         return number_T - np.maximum.accumulate(begin_T)
 
     def documents(self, at_once: int = 1 << 20) -> Iterator[NDArray[Any]]:
-        """Each document without the ids between documents; about `at_once` tokens are in memory."""
-        parts = list[NDArray[Any]]()
-        for start in range(0, len(self), at_once):
-            # A boundary at the end of the last row begins a document at the start of this one.
-            before = max(start - 1, 0)
-            row = self[before : start + at_once]
-            begins = self._begins(before, row) - (start - before)
-            row = row[start - before :]
-            edges = [0, *begins[begins >= 0].tolist(), len(row)]
-            for number, (a, b) in enumerate(pairwise(edges)):
-                if parts and number > 0:
-                    yield self._without_boundaries(np.concatenate(parts))
-                    parts = []
-                if b > a:
-                    parts.append(row[a:b])
-        if parts:
-            yield self._without_boundaries(np.concatenate(parts))
+        """Each document without the ids between documents, which are sought in `at_once` tokens at a time."""
+        parts = (self._starts(start, start + at_once).tolist() for start in range(0, len(self), at_once))
+        for start, stop in pairwise(chain([0], chain.from_iterable(parts), [len(self)])):
+            if start < stop:
+                yield self._without_boundaries(self[start:stop])
 
     def next_start(self, start: int, within: int) -> int:
         """The first position from `start` on where a document begins; `start` itself if none is nearby."""
+        return next(map(int, self._starts(start, start + within)), start)
+
+    def _starts(self, start: int, stop: int) -> NDArray[np.int64]:
+        """The positions from `start` to `stop` - 1 at which documents begin."""
         before = max(start - 1, 0)  # a boundary may be the id before a document
-        begins = before + self._begins(before, self[before : start + within])
-        return next((int(position) for position in begins if position >= start), start)
+        begins = before + self._begins(before, self[before:stop])
+        return begins[begins >= start]
 
     def _begins(self, start: int, row: NDArray[Any]) -> NDArray[np.int64]:
         """The indices in a row, read at `start`, at which documents begin."""
