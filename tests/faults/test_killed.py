@@ -27,8 +27,8 @@ def die(step, micro_batch=0):
 @case("A1", "A6", "A7", "E6", "G7", tier="thorough")
 @RANKS
 def test_deaths_inside_steps_leave_no_trace(runs, out, ranks):
-    """At step 0, twice without a save between, in the middle of accumulation, in a second epoch; the lock, a
-    draft and a torn line of a dead process are in nobody's way."""
+    """At step 0, twice without a save between, in the middle of accumulation, in a second epoch; the next
+    process ignores the lock, the draft and the torn line that a dead process leaves behind."""
     changes = NVFP4 | {"checkpoint.every": 4}
     for step in (1, 3, 9, 10, 17):
         job = runs.start(runs.words(changes), out, ranks, [die(step, micro_batch=1)])

@@ -88,7 +88,7 @@ def sides():
 
 #: A model, a recipe, and the layers that stay wide, or the blocks of which all stay so.
 KEPT = {
-    "experts in a list are no blocks": (lambda: model_of(layers=blocks(4, Mixture)), "nvfp4", {"layers.3"}),
+    "experts form no stack of blocks": (lambda: model_of(layers=blocks(4, Mixture)), "nvfp4", {"layers.3"}),
     "nor are they without a list": (lambda: model_of(l1=Mixture(), l2=Mixture(), l3=Mixture()), LAST, {"l3"}),
     "several stacks are counted through": (
         lambda: model_of(encoder=blocks(3), decoder=blocks(2)),

@@ -28,7 +28,7 @@ import torch.distributed as dist
 def be_rank(rank: int, job: dict, meeting: str, out: int) -> None:
     """In a separate process: do the job, write what it returns or raises as JSON."""
     ranks = len(job["environments"])
-    os.dup2(2, 1)  # what it prints is no answer
+    os.dup2(2, 1)  # prints go to standard error: standard output carries answers
     try:
         os.environ.update(job["environments"][rank])
         os.chdir(job.get("folder", "."))

@@ -118,7 +118,7 @@ class PythonFile:
         """The one call of these names that is assigned to something at the top level, or returned.
 
         Raises:
-            UserError: There is none, or there are several; `thing` says what of.
+            UserError: The file has no such call, or several; the message calls them `thing`.
         """
         inside = (node for function in self.functions.values() for node in ast.walk(function))
         returned = (node.value for node in inside if isinstance(node, ast.Return))

@@ -95,7 +95,7 @@ class Point:
     gap_percent: float  # the loss above that of the reference, in percent of the reference's
     loss: float | None  # the loss in nats per token, or None
     reference_loss: float | None  # the loss of the reference in nats per token, or None
-    seeds: int  # the runs of the recipe whose mean it is
+    seeds: int  # number of runs that the gap is averaged over
     family: str  # the points that share a lab, a model family, data and references
     # the share of blocks that stayed wide in the run; None takes what the recipe keeps
     tail_share: float | None

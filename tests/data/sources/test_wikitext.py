@@ -58,7 +58,7 @@ def test_prose():
 
 
 def test_the_words_are_those_of_mwparserfromhell():
-    """Where both drop the same things."""
+    """Both parsers give the same words for markup that both remove."""
     text = "The '''Iron Age''' is an [[epoch]] of [[prehistory|human ''prehistory'']].<!-- to where? -->\n"
     text += "== Uses ==\nTools, [http://a.b nails], O<sub>2</sub> &amp; {{a|{{b}}}} <nowiki>[[a]]</nowiki>"
     assert prose(text).split() == mwparserfromhell.parse(text).strip_code().split()

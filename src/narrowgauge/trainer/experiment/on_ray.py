@@ -25,7 +25,7 @@ STOPPED = 75  # the exit code of a run that has saved and can be continued
 
 
 def slots_of(address: str, cores: int) -> int:
-    """How many runs of so many cores a cluster has room for; with GPUs, their number."""
+    """The number of runs that a cluster has room for: one for each GPU, or for every `cores` cores."""
     ray = _connected(address)
     free = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     ray.shutdown()
@@ -43,7 +43,7 @@ def command_on(address: str, cores: int, log: Path, command: Sequence[str]) -> l
 
 
 def _connected(address: str) -> Any:
-    """The package, connected to a cluster."""
+    """The package `ray`, connected to the cluster at an address."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     host, _, port = address.rpartition("/")[2].rpartition(":")
     try:

@@ -265,7 +265,7 @@ def _off(ahead: float) -> str:
 
 
 def disk(disk: Disk, elsewhere: str) -> Verdict:
-    """The verdict on a disk; `elsewhere` says how to choose another."""
+    """The verdict on a disk; the fix is `elsewhere`, an instruction for choosing another disk."""
     bounds, kind = LIMITS["disk"], f" ({disk.kind})" if disk.kind else ""
     if disk.error:
         return warn(f"{disk.path}{kind}: {disk.error}", elsewhere)
