@@ -194,6 +194,8 @@ class Engine:
         self.show(_jobs(running), None)
 
     def _note_failure(self, job: Job, code: int) -> None:
+        if code == -self.stop:  # asked to stop before it could answer
+            code = STOPPED
         self.failed[job.name] = code
         has_failed = read_state(job.directory)[0] in ("failed", "diverged")
         if code == STOPPED or code < 0 or (job.tokens and not has_failed):

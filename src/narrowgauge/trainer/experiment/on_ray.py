@@ -12,12 +12,13 @@ import time
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
+from signal import SIG_BLOCK, SIG_UNBLOCK, pthread_sigmask
 from socket import create_connection
 from subprocess import DEVNULL, Popen
 from typing import Any
 
 from narrowgauge.system.errors import UserError
-from narrowgauge.system.operating_system import stop_signals
+from narrowgauge.system.operating_system import STOP_SIGNALS, stop_signals
 from narrowgauge.system.signals import die_with_launcher
 
 _POLL_S, _ANSWER_S = 0.25, 10.0
@@ -78,11 +79,13 @@ def _run(command: Sequence[str], environment: Mapping[str, str], folder: str, lo
 def main(address: str, cores: str, log: str, *command: str) -> int:
     """Run a command as a task; returns its exit code."""
     die_with_launcher(os.environ)
+    pthread_sigmask(SIG_BLOCK, STOP_SIGNALS)  # they wait for a task to cancel
     ray = _connected(address)
     needs = {"num_gpus": 1} if ray.cluster_resources().get("GPU") else {"num_cpus": int(cores)}
     own = {k: v for k, v in os.environ.items() if k.startswith("NARROWGAUGE_") or k.endswith("_NUM_THREADS")}
     task = ray.remote(_run).options(**needs).remote(command, own, str(Path.cwd()), log)
-    with stop_signals(lambda *_: ray.cancel(task)):
+    with stop_signals(lambda *_: ray.cancel(task), at_the_end=True):
+        pthread_sigmask(SIG_UNBLOCK, STOP_SIGNALS)
         while not ray.wait([task], timeout=_POLL_S)[0]:
             pass
     try:
