@@ -3,7 +3,7 @@
 import pytest
 
 from narrowgauge.system.errors import UserError
-from narrowgauge.trainer.experiment.grid import Variant, make_runs, parse_variant, recipe_variants
+from narrowgauge.trainer.experiment.grid import make_runs, parse_variant, recipe_variants
 from narrowgauge.trainer.laboratory.arguments import names as words_of
 from narrowgauge.trainer.laboratory.arguments import parse_seeds
 
@@ -30,10 +30,9 @@ def test_more_recipes_and_seeds_keep_the_runs_that_are_there():
 
 def test_a_variant_sets_any_keys():
     variant = parse_variant("hp:recipe=fp8,optimizer.betas=0.9,0.95,recipe.wgrad.x=bf16", SHORT)
-    assert variant == Variant(
-        "hp", {"recipe.name": "fp8", "optimizer.betas": "0.9,0.95", "recipe.wgrad.x": "bf16"}
-    )
-    assert parse_variant("plain", SHORT) == Variant("plain", {})
+    keys = {"recipe.name": "fp8", "optimizer.betas": "0.9,0.95", "recipe.wgrad.x": "bf16"}
+    assert variant == ("hp", keys)
+    assert parse_variant("plain", SHORT) == ("plain", {})
 
 
 SEEDS = ("x", "1,x", "", "0", "-1")
@@ -50,8 +49,8 @@ SEEDS = ("x", "1,x", "", "0", "-1")
         (lambda: names("bf16", (0, 0)), "name each once"),
         (lambda: parse_variant("hp:fp8", SHORT), "'fp8' is not KEY=VALUE"),
         (lambda: parse_variant("hp:recipe=fp8,recipe.name=bf16", SHORT), "recipe.name has two values"),
-        (lambda: make_runs({}, [Variant("a/b", {}), Variant("c", {})]), "names a directory"),
-        (lambda: make_runs({}, [Variant("a", {"training.seed": "1"}), Variant("c", {})]), "by --seeds"),
+        (lambda: make_runs({}, [("a/b", {}), ("c", {})]), "names a directory"),
+        (lambda: make_runs({}, [("a", {"training.seed": "1"}), ("c", {})]), "by --seeds"),
         *((lambda text=text: parse_seeds(text), "--seeds") for text in SEEDS),
     ],
 )

@@ -22,10 +22,6 @@ def runs(make_run):
     )
 
 
-def rows_of(runs):
-    return [row.cells for row in table_rows(runs)]
-
-
 def printed(runs, width):
     console = Console(file=io.StringIO(), width=width)
     print_comparison(runs, console)
@@ -33,7 +29,7 @@ def printed(runs, width):
 
 
 def test_rows_hold_what_the_runs_say(runs):
-    rows, (first, second, third) = rows_of(runs), runs
+    rows, (first, second, third) = table_rows(runs), runs
     assert ", ".join(rows[0]) == COLUMNS, "the gap beside the loss"
     assert [row["train loss"] for row in rows] == [f"{run.final_train_loss:.4f}" for run in runs]
     excess = 100 * (second.final_val_loss / first.final_val_loss - 1)
@@ -42,12 +38,12 @@ def test_rows_hold_what_the_runs_say(runs):
     assert [row["verdict"] for row in rows] == ["reference", "open", "open (unfinished)"]
     assert (rows[2]["status"], third.status) == ("preempted", "preempted")
     assert "Each run saw 13.1 M tokens." in table_notes(runs)
-    assert rows_of(runs[:1])[0]["tokens"] == "13.1 M"
+    assert table_rows(runs[:1])[0]["tokens"] == "13.1 M"
 
 
 def test_emulated_arithmetic_has_a_star_at_its_speed_and_no_mfu(runs):
     """It is not that of its formats, so no share of a peak means anything."""
-    rows, notes = rows_of(runs), table_notes(runs)
+    rows, notes = table_rows(runs), table_notes(runs)
     assert [row["MFU"] for row in rows] == ["41.0 %", "-", "-"]
     assert "*" not in rows[0]["tokens/s"]
     assert rows[1]["tokens/s"].endswith("* (1.00x)")
@@ -88,7 +84,7 @@ def test_the_gap_is_taken_where_both_have_seen_equal_tokens(curve):
     elsewhere = curve("elsewhere", [5.0, 4.4], "val_loss", every=73)
     gap = gap_to(behind, first, by_validation=True)
     assert (gap.percent, gap.tokens, gap.final) == (pytest.approx(10.0), 200, False)
-    assert [row["gap"] for row in rows_of([first, behind, elsewhere])[1:]] == ["+10.00 % at 200", "-"]
+    assert [row["gap"] for row in table_rows([first, behind, elsewhere])[1:]] == ["+10.00 % at 200", "-"]
 
 
 def test_without_validation_the_gap_is_of_mean_train_losses(curve):
@@ -101,24 +97,24 @@ def test_without_validation_the_gap_is_of_mean_train_losses(curve):
 
 
 def test_a_lost_run_says_so_instead_of_a_number(curve):
-    row = rows_of([curve("first", [2.0] * 12), curve("lost", [2.0] * 11 + [float("nan")])])[1]
+    row = table_rows([curve("first", [2.0] * 12), curve("lost", [2.0] * 11 + [float("nan")])])[1]
     assert (row["train loss"], row["gap"]) == ("not finite", "not finite")
 
 
 def test_columns_that_nobody_fills_are_left_out(make_run):
     young, untrained = make_run("young"), make_run("untrained")
     (young / "metrics.jsonl").unlink()
-    assert rows_of([read_run(young)]) == [{"run": "young", "recipe": "fp8", "status": "done"}]
+    assert table_rows([read_run(young)]) == [{"run": "young", "recipe": "fp8", "status": "done"}]
     make_run.write(untrained, [{"step": 0, "val_loss": 10.9}, {"step": 1, "loss": float("nan")}])
     run = read_run(untrained)
     assert run.final_val_loss is None, "the validation before training is no result"
-    assert "val loss" not in rows_of([run])[0]
+    assert "val loss" not in table_rows([run])[0]
 
 
 @pytest.mark.parametrize("width", [60, 80, 200])
 def test_a_terminal_of_any_width_shows_every_number_unbroken(runs, width):
     text = printed(runs, width)
-    for row in rows_of(runs):
+    for row in table_rows(runs):
         assert all(value in text for value in row.values()), text
     assert max(map(len, text.splitlines())) <= width
 

@@ -17,6 +17,7 @@ from narrowgauge.trainer.report import (
     table_rows,
     verdicts,
 )
+from narrowgauge.trainer.report.table.table import kind_of
 from narrowgauge.trainer.report.verdict.groups import groups, references
 
 # two-sided 5 % points as every table prints them
@@ -45,11 +46,12 @@ def test_gaps_are_paired_by_seed(make_run):
     assert other.tokens_per_s == pytest.approx(reference.tokens_per_s / 2)
     rows = table_rows(read_runs(paths))
     shown = {"gap": "+1.50 %", "95 % interval": "+0.26 .. +2.74 %", "tokens/s": "500* (0.50x)", "seeds": "3"}
-    assert shown.items() <= rows[4].cells.items()
+    assert shown.items() <= rows[4].items()
     # the losses themselves spread by 25 %, and two means would tell nothing
-    assert rows[0].cells["val loss"] == "4.0000 ± 1.0000"
+    assert rows[0]["val loss"] == "4.0000 ± 1.0000"
     # each run is compared with the reference's run of its seed, and the reference's runs with none
-    assert [r.cells["gap"] for r in rows if r.is_seed] == ["-", "-", "-", "+1.00 %", "+2.00 %", "+1.50 %"]
+    of_seeds = " ".join(row["gap"] for row in rows if kind_of(row) == "seed")
+    assert of_seeds == "- - - +1.00 % +2.00 % +1.50 %"
 
 
 @pytest.mark.parametrize(
@@ -65,7 +67,7 @@ def test_gaps_are_paired_by_seed(make_run):
 def test_the_words_say_what_the_interval_allows(make_run, losses, words):
     runs = read_runs(make_run.seeds("bf16", [4.0, 5.0, 3.0]) + make_run.seeds("fp8", losses))
     assert verdicts(runs)[1].conclusion == words
-    assert "nan" not in " ".join(" ".join(row.cells.values()) for row in table_rows(runs))
+    assert "nan" not in " ".join(" ".join(row.values()) for row in table_rows(runs))
 
 
 def test_the_reference_once_more_is_a_control_and_none_of_the_family(make_run):
@@ -138,8 +140,8 @@ def test_the_page_and_the_terminal_show_the_same_verdicts(make_run):
     page, said = render_report(runs), io.StringIO()
     print_comparison(runs, Console(file=said, width=200))
     for row in table_rows(runs):
-        for value in row.cells.values():
-            assert row.is_seed or value in said.getvalue()
+        for value in row.values():
+            assert kind_of(row) == "seed" or value in said.getvalue()
             assert value.encode("ascii", "xmlcharrefreplace").decode() in page
     assert page.count('aria-label="All runs"') == 1, "one table"
     assert page.count('<tr class="seed">') == 6

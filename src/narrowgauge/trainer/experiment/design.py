@@ -20,7 +20,6 @@ whether a format starts. An arm whose state has another format than the referenc
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,6 +27,8 @@ from pydantic import Field, ValidationError
 
 from narrowgauge.system.errors import UserError, unknown
 from narrowgauge.trainer.experiment.grid import ArmRun, Seeds, Variant, make_runs, take_arms
+from narrowgauge.trainer.models import count_block_weights
+from narrowgauge.trainer.report.read.stored import PlannedComparison
 from narrowgauge.trainer.report.verdict.rule import is_control
 from narrowgauge.trainer.training import Config, make_config
 from narrowgauge.trainer.training.config.schema import Section
@@ -57,18 +58,17 @@ class Design(Section):
     probe: bool = True  # whether the arms are probed at the end (`experiment.run`)
 
 
-@dataclass(frozen=True)
-class Experiment:
-    """Runs, and how to train them."""
+class Experiment(PlannedComparison):
+    """A comparison with the configurations of its runs, and how to train them."""
 
-    arms: tuple[str, ...]  # the names of the arms, the reference first
-    runs: tuple[ArmRun, ...]  # in the order of training: the forks, then each trunk with its branches
-    design: Design = field(default_factory=Design)  # how they are trained and measured
+    arms: tuple[str, ...] = Field(exclude=True)  # the names of the arms, the reference first
+    runs: tuple[ArmRun, ...]
+    design: Design = Field(exclude=True)  # how the runs are trained and measured
 
     @property
     def is_measured(self) -> bool:
         """Whether each run ends with two losses on the same held-out tokens."""
-        return bool(self.design.rungs)
+        return bool(self.rows)
 
     @property
     def compared(self) -> list[ArmRun]:
@@ -79,21 +79,6 @@ class Experiment:
     def trunks(self) -> list[ArmRun]:
         """The runs at the highest rung, the reference's first."""
         return [run for run in self.runs if run.rung == self.rungs]
-
-    @property
-    def seeds(self) -> list[int]:
-        """The blocks."""
-        return list(dict.fromkeys(run.seed for run in self.compared))
-
-    @property
-    def rungs(self) -> int:
-        """The number of rungs."""
-        return max(run.rung for run in self.runs)
-
-    @property
-    def family(self) -> list[str]:
-        """The arms that the experiment compares: all except the reference and controls."""
-        return [arm for arm in self.arms[1:] if not is_control(arm, self.arms[0])]
 
 
 def make_experiment(
@@ -126,12 +111,21 @@ def make_experiment(
         values["training"] = {**values.get("training", {}), "steps": design.rungs[-1]}
     points = make_runs(values, [*recipes, *arms, *variants], design.seeds if seeds is None else seeds)
     names = tuple(dict.fromkeys(run.arm for run in points))
-    if not design.rungs:
-        return Experiment(names, tuple(points))
-    runs = [run for point in points for run in _chain(point, design)]
+    runs = [run for point in points for run in _chain(point, design)] if design.rungs else points
     group_of = {name: number for number, group in enumerate(design.order) for name in group} | {names[0]: 0}
     runs.sort(key=lambda run: group_of.get(run.arm, len(design.order)))
-    return Experiment(names, tuple(_forked(runs, design.fork) if design.fork else runs), design)
+    model, rows = points[0].config.spec.model, str(design.rows.resolve()) if design.rows else "runs.csv"
+    return Experiment(
+        arms=names,
+        reference=names[0],
+        family=tuple(name for name in names[1:] if not is_control(name, names[0])),
+        seeds=tuple(dict.fromkeys(run.seed for run in runs)),
+        parameters=count_block_weights(model),
+        is_quiet=not model.initial_std,  # no warm-up is expected to spike: the initial weights are by role
+        rows=rows if design.rungs else "",
+        runs=tuple(_forked(runs, design.fork) if design.fork else runs),
+        design=design,
+    )
 
 
 def _design(table: Mapping[str, Any], arms: Sequence[str]) -> Design:
@@ -163,15 +157,15 @@ def _chain(point: ArmRun, design: Design) -> list[ArmRun]:
         keep = max(config.checkpoint.keep, (rungs[-1] - starts[0]) // every + 2 + _SPARE)
         saves = {"every": every, "keep": keep, "every_minutes": math.inf}
         config = _with(config, checkpoint=saves)
-    trunk, suffix = replace(point, config=config, rung=len(rungs)), point.name.removeprefix(point.arm)
+    trunk = point.model_copy(update={"config": config, "rung": len(rungs)})
     branches = [
-        ArmRun(
-            f"{point.arm},steps={steps}{suffix}",
-            point.arm,
-            point.seed,
+        ArmRun.of(
             _with(config, training={"steps": steps}, validation={"every": steps}),
-            number,
-            ((trunk.name, start),),
+            name=f"{point.arm},steps={steps}{point.name.removeprefix(point.arm)}",
+            arm=point.arm,
+            seed=point.seed,
+            rung=number,
+            sources=((trunk.name, start),),
         )
         for number, (steps, start) in enumerate(zip(rungs, starts, strict=False), start=1)
     ]
@@ -198,8 +192,9 @@ def _forked(runs: Sequence[ArmRun], step: int) -> list[ArmRun]:
                 checkpoint={"every": step, "every_minutes": math.inf},
                 validation={"every": step, "batches": 1},
             )
-            forks[run.seed] = ArmRun(f"fork-seed-{run.seed}", "fork", run.seed, config, rung=0)
-    begun = [replace(run, sources=(*run.sources, (forks[run.seed].name, step))) for run in runs]
+            name = f"fork-seed-{run.seed}"
+            forks[run.seed] = ArmRun.of(config, name=name, arm="fork", seed=run.seed, rung=0)
+    begun = [run.model_copy(update={"sources": (*run.sources, (forks[run.seed].name, step))}) for run in runs]
     return [*forks.values(), *begun]
 
 

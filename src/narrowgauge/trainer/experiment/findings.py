@@ -14,8 +14,9 @@ from narrowgauge.trainer.report.page.rungs import rungs_section
 from narrowgauge.trainer.report.page.standing import standing
 from narrowgauge.trainer.report.page.subject import Subject, read_begun, rows_of
 from narrowgauge.trainer.report.read.run import Run
-from narrowgauge.trainer.report.read.stored import PlannedComparison, Probe, read_stored
-from narrowgauge.trainer.report.verdict.verdict import Verdict, row_verdicts, verdicts, with_runs
+from narrowgauge.trainer.report.read.stored import Probe, read_stored
+from narrowgauge.trainer.report.verdict.groups import Verdict
+from narrowgauge.trainer.report.verdict.verdict import row_verdicts, verdicts, with_runs
 
 
 def page_of(one: Subject, states: Sequence[Run], is_live: bool = False, more: str = "") -> str:
@@ -28,40 +29,42 @@ def page_of(one: Subject, states: Sequence[Run], is_live: bool = False, more: st
         more: `Markup` for its end.
     """
     runs, planned = read_begun(one.paths), one.planned
-    sentences = sight(planned, runs) if planned else []
+    sentences = sight(one, runs)
     section = standing({run.name: [run] for run in states}, sentences, one.is_compared)
     if not runs:
         return page_without_script(one.name, section, is_live)
-    rungs = by_rows(planned) if planned else []
-    if planned and (rows := rows_of(planned)):
+    rungs = by_rows(one)
+    if planned and (rows := rows_of(one)):
         probe = read_stored(Probe, one.folder / "probe.json")
         more = rungs_section(rows, rungs, planned.parameters, probe) + more
     command = planned.command if planned else ""
     return render_report(runs, command, more, section, is_live, rungs)
 
 
-def by_rows(planned: PlannedComparison) -> list[Verdict]:
+def by_rows(one: Subject) -> list[Verdict]:
     """The verdicts on the finished runs of a measured experiment, at each rung; [] for another."""
-    return row_verdicts(
-        rows_of(planned), planned.reference, planned.family, planned.parameters, is_quiet=planned.is_quiet
-    )
+    if (p := one.planned) is None:
+        return []
+    return row_verdicts(rows_of(one), p.reference, p.family, p.parameters, is_quiet=p.is_quiet)
 
 
-def judged(planned: PlannedComparison, runs: Sequence[Run]) -> list[Verdict]:
+def judged(one: Subject, runs: Sequence[Run]) -> list[Verdict]:
     """The verdicts: on the runs, the reference first, and by the rows of a measured experiment."""
-    return with_runs(by_rows(planned), verdicts(runs) if runs else [])
+    return with_runs(by_rows(one), verdicts(runs) if runs else [])
 
 
-def sight(planned: PlannedComparison, runs: Sequence[Run]) -> list[str]:
-    """The gap that each rung will be able to detect, given the gaps of the finished runs."""
+def sight(one: Subject, runs: Sequence[Run]) -> list[str]:
+    """The gap that each rung will be able to detect, given the gaps of the finished runs; [] if unplanned."""
+    if (planned := one.planned) is None:
+        return []
     of_rung = {run.rung: run for run in planned.runs if run.rung}
     done = [run for run in runs if run.status == "done"]
-    found = by_rows(planned)
+    found = by_rows(one)
     if not planned.rows and done and done[0] is runs[0]:
         found = verdicts(done)
     sentences = []
     for rung, run in sorted(of_rung.items()):
-        gaps = {one.name: one.gaps for one in found if one.rung == rung}
+        gaps = {arm.name: arm.gaps for arm in found if arm.rung == rung}
         seeds, arms = len(planned.seeds), len(planned.family)
         text = power_text(seeds, arms, run.tokens, planned.parameters, gaps, planned.is_quiet)
         sentences.append(f"rung {rung}: {text}" if len(of_rung) > 1 else text)

@@ -9,15 +9,18 @@ comparison, and one with more recipes, variants or seeds reuses the existing run
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import Field
+
 from narrowgauge.system.errors import UserError, unknown
+from narrowgauge.trainer.report.read.stored import PlannedRun
 from narrowgauge.trainer.training import Config, make_config
 
 Values = Mapping[str, Mapping[str, Any]]  # nested, as TOML has them
 Keys = Mapping[str, Any]  # flat: {"section.key": value}
+Variant = tuple[str, Keys]  # a name, and the keys in which it differs from the shared configuration
 Seeds = int | Sequence[int] | None  # how many, or which; None: that of the configuration
 SEED, RECIPE = "training.seed", "recipe.name"
 MOST_RUNS = 1000
@@ -26,45 +29,31 @@ _NEXT_KEY = re.compile(r",(?=[a-z_-]+(?:\.[\w.]+)?=)(?![^{]*\})")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
 
 
-@dataclass(frozen=True)
-class Variant:
-    """A name, and the keys in which the variant differs from the shared configuration."""
-
-    name: str
-    keys: Keys
-
-
-@dataclass(frozen=True)
-class ArmRun:
-    """The run of one arm, seed and rung.
+class ArmRun(PlannedRun):
+    """A planned run with its configuration, which its readers do not have.
 
     It waits until its sources have ended, and begins with the first whose checkpoint is there, or at step 0,
     with the same digits.
     """
 
-    name: str  # its directory, below that of the experiment
-    arm: str  # its variant
-    seed: int  # its seed; runs of one seed have the same initial weights and tokens
-    config: Config
-    rung: int = 1  # the index of the rung, from 1; 0 for a fork, whose steps the arms of a seed share
-    sources: tuple[tuple[str, int], ...] = ()  # the runs that it may branch off, and at which steps
+    config: Config = Field(exclude=True)
+    sources: tuple[tuple[str, int], ...] = Field((), exclude=True)  # where it may branch off, at which steps
 
-    @property
-    def tokens(self) -> int:
-        """The number of tokens processed by its end."""
-        t = self.config.training
-        return t.steps * t.batch_size * self.config.data.sequence_length
+    @classmethod
+    def of(cls, config: Config, **facts: Any) -> "ArmRun":
+        """The run of a configuration, with its other fields."""
+        steps = config.training.steps
+        return cls(config=config, steps=steps, tokens=steps * config.tokens_per_step, **facts)
 
     @property
     def tokens_to_train(self) -> int:
         """The tokens that the run itself trains on: all of them, or those after the branch."""
-        steps = self.config.training.steps
-        return self.tokens * (steps - (self.sources[0][1] if self.sources else 0)) // steps
+        return self.tokens * (self.steps - (self.sources[0][1] if self.sources else 0)) // self.steps
 
 
 def recipe_variants(names: Iterable[str]) -> list[Variant]:
     """The variants of some recipes: each is named after its recipe, or after the recipe's file."""
-    return [Variant(Path(name).stem, {RECIPE: name}) for name in names]
+    return [(Path(name).stem, {RECIPE: name}) for name in names]
 
 
 def take_arms(values: Mapping[str, Any], chosen: Sequence[str] = ()) -> tuple[dict[str, Any], list[Variant]]:
@@ -72,7 +61,7 @@ def take_arms(values: Mapping[str, Any], chosen: Sequence[str] = ()) -> tuple[di
 
     If some are `chosen`, only these are left in the order of the file, and the first, the reference.
     """
-    arms = []
+    arms: list[Variant] = []
     for name, table in values.get("arms", {}).items():
         if not isinstance(table, Mapping) or not all(isinstance(t, Mapping) for t in table.values()):
             raise UserError(
@@ -80,19 +69,20 @@ def take_arms(values: Mapping[str, Any], chosen: Sequence[str] = ()) -> tuple[di
                 f"{name!r} below [arms.{name}]"
             )
         keys = {f"{section}.{key}": value for section, t in table.items() for key, value in t.items()}
-        arms.append(Variant(name, keys))
+        arms.append((name, keys))
+    known = [name for name, _ in arms]
     for name in chosen:
-        if name not in [arm.name for arm in arms]:
-            raise unknown("arm", name, [arm.name for arm in arms])
-    arms = [arm for arm in arms if not chosen or arm is arms[0] or arm.name in chosen]
+        if name not in known:
+            raise unknown("arm", name, known)
+    arms = [(name, keys) for name, keys in arms if not chosen or name in (known[0], *chosen)]
     return {section: table for section, table in values.items() if section != "arms"}, arms
 
 
 def parse_variant(text: str, short: Mapping[str, str]) -> Variant:
     """Parse `--variant NAME:KEY=VALUE,KEY=VALUE`; a key is a `section.key`, or a name in `short`.
 
-    >>> parse_variant("hp:recipe=fp8,recipe.wgrad.x=bf16", {"recipe": "recipe.name"}).keys
-    {'recipe.name': 'fp8', 'recipe.wgrad.x': 'bf16'}
+    >>> parse_variant("hp:recipe=fp8,recipe.wgrad.x=bf16", {"recipe": "recipe.name"})
+    ('hp', {'recipe.name': 'fp8', 'recipe.wgrad.x': 'bf16'})
     """
     name, _, rest = text.partition(":")
     keys: dict[str, str] = {}
@@ -107,7 +97,7 @@ def parse_variant(text: str, short: Mapping[str, str]) -> Variant:
         if key in keys:
             raise UserError(f"--variant {text}: {key} has two values; leave one of them out")
         keys[key] = value
-    return Variant(name, keys)
+    return name, keys
 
 
 def make_runs(values: Values, variants: Sequence[Variant], seeds: Seeds = None) -> list[ArmRun]:
@@ -124,28 +114,26 @@ def make_runs(values: Values, variants: Sequence[Variant], seeds: Seeds = None) 
     chosen = tuple(range(base_seed, base_seed + seeds) if isinstance(seeds, int) else seeds)
     if not chosen or len(set(chosen)) < len(chosen):
         raise UserError(f"--seeds {seeds}: a seed makes one run of each variant; name each once")
-    variants = variants or [Variant(Path(base.recipe.name).stem, {})]
+    variants = variants or [(Path(base.recipe.name).stem, {})]
     count = len(variants) * len(chosen)
     if count > MOST_RUNS:
         raise UserError(f"this comparison has {count} runs, and one may have {MOST_RUNS}; make it smaller")
     runs = []
     for seed in chosen:
         suffix = "" if seed == base_seed else f"-seed-{seed}"
-        for variant in variants:
-            _check(variant)
-            merged = with_keys(values, {**variant.keys, SEED: seed})
-            runs.append(ArmRun(variant.name + suffix, variant.name, seed, make_config(merged)))
+        for arm, keys in variants:
+            _check(arm, keys)
+            config = make_config(with_keys(values, {**keys, SEED: seed}))
+            runs.append(ArmRun.of(config, name=arm + suffix, arm=arm, seed=seed))
     _require_distinct(runs)
     return runs
 
 
-def _check(variant: Variant) -> None:
-    if not _NAME.fullmatch(variant.name):
-        raise UserError(
-            f"--variant {variant.name!r} names a directory; use letters, digits and any of _ . + - in it"
-        )
-    if SEED in variant.keys:
-        raise UserError(f"variant {variant.name!r} sets {SEED}; seeds are for all variants, by --seeds")
+def _check(name: str, keys: Keys) -> None:
+    if not _NAME.fullmatch(name):
+        raise UserError(f"--variant {name!r} names a directory; use letters, digits and any of _ . + - in it")
+    if SEED in keys:
+        raise UserError(f"variant {name!r} sets {SEED}; seeds are for all variants, by --seeds")
 
 
 def _require_distinct(runs: Sequence[ArmRun]) -> None:

@@ -45,19 +45,13 @@ from narrowgauge.trainer.experiment.jobs import (
     state_of,
 )
 from narrowgauge.trainer.experiment.on_ray import slots_of
-from narrowgauge.trainer.models import count_block_weights, flops_per_token
+from narrowgauge.trainer.models import flops_per_token
 from narrowgauge.trainer.report import print_comparison
 from narrowgauge.trainer.report.page.page import write_page
 from narrowgauge.trainer.report.page.sections import expected_section
 from narrowgauge.trainer.report.page.subject import Subject, compared, read_begun, runs_of
 from narrowgauge.trainer.report.read.run import ENDED, look_at, read_state
-from narrowgauge.trainer.report.read.stored import (
-    COMPARISON,
-    PlannedComparison,
-    PlannedRun,
-    Probe,
-    read_stored,
-)
+from narrowgauge.trainer.report.read.stored import COMPARISON, Probe, read_stored
 from narrowgauge.trainer.report.verdict.expected import expectations
 from narrowgauge.trainer.report.verdict.verdict import rows_text
 from narrowgauge.trainer.runs import choose_device
@@ -204,12 +198,12 @@ def run_experiment(
     Raises:
         ComparisonFailed: a run was killed or stopped, or could not start; the same command line continues.
     """
-    experiment = _ready(experiment, out)
-    planned = plan_of(experiment, out, command)
-    for sentence in sight(planned, read_begun(compared(out, planned).paths)):
+    experiment = _ready(experiment, out).model_copy(update={"command": command})
+    one = compared(out, experiment)
+    for sentence in sight(one, read_begun(one.paths)):
         console.print(sentence, style="dim", markup=False, highlight=False, soft_wrap=True)
-    failed = _train(experiment, planned, out, console, rank)
-    one = compared(out, planned)
+    failed = _train(experiment, out, console, rank)
+    one = compared(out, experiment)
     runs = read_begun(one.paths)
     results = [] if gate is None else gate_results(runs, gate)
     code = 1 if failed or any(result.word != "pass" for result in results) else 0
@@ -218,10 +212,10 @@ def run_experiment(
     if experiment.is_measured:
         if experiment.design.probe:
             probe_arms(experiment, out)
-        _say(console, f"results: {_rows_file(experiment, out)}")
+        _say(console, f"results: {out / experiment.rows}")
     found = expectations(runs) if is_expected else []
     _write_page(one, expected_section(found))
-    print_comparison(runs, console, judged(planned, runs))
+    print_comparison(runs, console, judged(one, runs))
     for expectation in found:
         _say(console, expectation.text)
     steps = experiment.trunks[0].config.training.steps
@@ -244,8 +238,8 @@ def run_experiment(
 def print_plan(experiment: Experiment, out: Path, console: Console) -> None:
     """Print which gap the experiment will detect and which runs, tokens and hours remain; do not train."""
     experiment = _ready(experiment, out)
-    planned = plan_of(experiment, out)
-    for sentence in sight(planned, read_begun(compared(out, planned).paths)):
+    one = compared(out, experiment)
+    for sentence in sight(one, read_begun(one.paths)):
         _say(console, sentence)
     speeds = arm_speeds(experiment, out, lambda sentence: _say(console, sentence))
     for line in plan_lines(experiment, out, speeds):
@@ -260,9 +254,7 @@ def _ready(experiment: Experiment, out: Path) -> Experiment:
     return experiment
 
 
-def _train(
-    experiment: Experiment, planned: PlannedComparison, out: Path, console: Console, rank: int
-) -> list[str]:
+def _train(experiment: Experiment, out: Path, console: Console, rank: int) -> list[str]:
     """Train the remaining runs of an experiment; returns the names of the failed runs.
 
     The rows and the page are written as results come in. A diverged run of a measured experiment has not
@@ -279,17 +271,17 @@ def _train(
         except OSError as error:
             raise UserError(f"{out} cannot be written: {error.strerror}; name another with --out") from None
         if rank == 0:
-            write_whole(out / COMPARISON, planned.model_dump_json(indent=1) + "\n")
+            write_whole(out / COMPARISON, experiment.model_dump_json(indent=1) + "\n")
             _say_done(experiment, waiting, out, console)
         done = total - sum(bool(run.rung) for run in left)
         table = stack.enter_context(ProgressLine(console, tokens, total, done))
 
         def write(is_page_due: bool = True) -> None:
             if experiment.is_measured:
-                write_whole(_rows_file(experiment, out), rows_text(collect_rows(experiment, out)))
+                write_whole(out / experiment.rows, rows_text(collect_rows(experiment, out)))
                 remove_checkpoints(experiment, waiting, out)
             if is_page_due:
-                _write_page(compared(out, planned))
+                _write_page(compared(out, experiment))
 
         def show(jobs: Sequence[Job], ended: Job | None) -> None:
             nonlocal written
@@ -352,39 +344,9 @@ def with_equal_threads(experiment: Experiment, out: Path) -> Experiment:
             return run
         threads = begun[run.name].config().training.threads if run.name in begun else number
         keys = {"training": training.model_copy(update={"threads": threads})}
-        return replace(run, config=run.config.model_copy(update=keys))
+        return run.model_copy(update={"config": run.config.model_copy(update=keys)})
 
-    return replace(experiment, runs=tuple(map(with_threads, experiment.runs)))
-
-
-def plan_of(experiment: Experiment, out: Path, command: str = "") -> PlannedComparison:
-    """The plan of an experiment, for those who report it or watch it."""
-    model = experiment.trunks[0].config.spec.model
-    runs = [
-        PlannedRun(
-            name=run.name,
-            arm=run.arm,
-            seed=run.seed,
-            rung=run.rung,
-            steps=run.config.training.steps,
-            tokens=run.tokens,
-        )
-        for run in experiment.runs
-    ]
-    return PlannedComparison(
-        command=command,
-        reference=experiment.arms[0],
-        family=tuple(experiment.family),
-        seeds=tuple(experiment.seeds),
-        parameters=count_block_weights(model),
-        is_quiet=not model.initial_std,  # no warm-up is expected to spike: the initial weights are by role
-        rows=str(_rows_file(experiment, out).resolve()) if experiment.is_measured else "",
-        runs=tuple(runs),
-    )
-
-
-def _rows_file(experiment: Experiment, out: Path) -> Path:
-    return experiment.design.rows or out / "runs.csv"
+    return experiment.model_copy(update={"runs": tuple(map(with_threads, experiment.runs))})
 
 
 def _last_line(log: Path) -> str:

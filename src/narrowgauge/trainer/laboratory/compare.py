@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -175,11 +174,12 @@ def compare(
     named = []
     for one in recipe_list(recipes):
         name = short_name(one)
-        named.append(Variant(name, {RECIPE: recipe_name(one, Path(path or "") / f"{name}.recipe.toml")}))
-    others = [Variant(*one) for one in variants.items()] if isinstance(variants, Mapping) else variants or ()
+        named.append((name, {RECIPE: recipe_name(one, Path(path or "") / f"{name}.recipe.toml")}))
+    others = list(variants.items() if isinstance(variants, Mapping) else variants or ())
     experiment = make_experiment(values, named, others, seeds, arms, rungs, jobs)
     if ray:
-        experiment = replace(experiment, design=experiment.design.model_copy(update={"ray": ray}))
+        design = experiment.design.model_copy(update={"ray": ray})
+        experiment = experiment.model_copy(update={"design": design})
     kind = "ladder" if experiment.is_measured else "compare"
     path = path or Path("runs") / f"{kind}-{experiment.trunks[0].config.model.name}"
     console = console or Console(quiet=quiet)
@@ -208,7 +208,7 @@ def run_comparison(
     """
     from rich.console import Console
 
-    from narrowgauge.trainer.experiment.run import plan_of, run_experiment
+    from narrowgauge.trainer.experiment.run import run_experiment
     from narrowgauge.trainer.laboratory.watch import watched_by_another
     from narrowgauge.trainer.report.page.subject import compared, read_begun
     from narrowgauge.trainer.runs.loop.run_context import command_line
@@ -218,7 +218,7 @@ def run_comparison(
     say = partial(shown.print, markup=False, highlight=False, soft_wrap=True)
     with watched_by_another(out, say) if is_watched and not rank else nullcontext():
         code = run_experiment(experiment, out, shown, rank, gate, command_line(), expected)
-    return Comparison(out, read_begun(compared(out, plan_of(experiment, out)).paths), gate, code)
+    return Comparison(out, read_begun(compared(out, experiment).paths), gate, code)
 
 
 def _require_ready(experiment: Experiment, out: Path) -> int:

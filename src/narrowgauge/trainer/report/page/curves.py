@@ -19,10 +19,11 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any, TypeVar
 
-from narrowgauge.trainer.report.page.html import Cell, Table
+from narrowgauge.trainer.report.page.html import Table
 from narrowgauge.trainer.report.read.records import Step
 from narrowgauge.trainer.report.read.run import Run
 from narrowgauge.trainer.report.table.sentence import listed
+from narrowgauge.trainer.report.table.table import Cell
 from narrowgauge.trainer.report.verdict.groups import groups, references
 
 SILENT = ("memory", "step time", "audit")  # shown elsewhere

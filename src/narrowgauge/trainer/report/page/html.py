@@ -30,18 +30,6 @@ class Table:
         return column > 0 and self.text is not None and self.head[column] not in self.text
 
 
-class Cell(str):
-    """A text in a cell of a kind, a class of the style sheet."""
-
-    kind: str
-
-    def __new__(cls, text: str, kind: str) -> "Cell":
-        """The text, marked."""
-        cell = super().__new__(cls, text)
-        cell.kind = kind
-        return cell
-
-
 def part(name: str, *values: object) -> Markup:
     """A part of a page: a macro of parts.html.jinja, filled with values."""
     macro = getattr(_templates().get_template("parts.html.jinja").module, name)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from narrowgauge.system.units import human_bytes
-from narrowgauge.trainer.report.page.html import Cell, Table
+from narrowgauge.trainer.report.page.html import Table
 from narrowgauge.trainer.report.read.run import Run
 from narrowgauge.trainer.report.read.stored import (
     Audit,
@@ -20,6 +20,7 @@ from narrowgauge.trainer.report.read.stored import (
     StepTime,
     last_event,
 )
+from narrowgauge.trainer.report.table.table import Cell
 
 HATCHES = 8  # patterns in page.css
 FIGURES = {  # title, format, and the word for an infinite value

@@ -22,7 +22,8 @@ from narrowgauge.trainer.report.page.reproduce import script
 from narrowgauge.trainer.report.page.standing import standing
 from narrowgauge.trainer.report.read.run import ENDED, Run, read_runs, with_silence
 from narrowgauge.trainer.report.table.sentence import table_notes
-from narrowgauge.trainer.report.verdict.verdict import Verdict, verdicts, with_runs
+from narrowgauge.trainer.report.verdict.groups import Verdict
+from narrowgauge.trainer.report.verdict.verdict import verdicts, with_runs
 
 # in the order of their dependencies
 SCRIPTS = (

@@ -7,13 +7,13 @@ from typing import Any
 from markupsafe import Markup
 
 from narrowgauge.system.units import human_duration
-from narrowgauge.trainer.report.page.html import Cell, Table, part
+from narrowgauge.trainer.report.page.html import Table, part
 from narrowgauge.trainer.report.read.records import flatten
 from narrowgauge.trainer.report.read.run import Run
 from narrowgauge.trainer.report.table.sentence import MOST, summary
-from narrowgauge.trainer.report.table.table import TEXT_COLUMNS, table_rows
+from narrowgauge.trainer.report.table.table import SEED, TEXT_COLUMNS, kind_of, table_rows
 from narrowgauge.trainer.report.verdict.expected import Expectation
-from narrowgauge.trainer.report.verdict.verdict import Verdict
+from narrowgauge.trainer.report.verdict.groups import Verdict
 
 _LISTED = 3  # hosts, devices or versions
 
@@ -102,11 +102,11 @@ def all_runs(runs: Sequence[Run], found: Sequence[Verdict]) -> Table:
     shown = table_rows(runs, found)
     key = Markup('<span class="key" data-look="{}"></span>{}')
     rows = [
-        [Cell(name, "seed") if row.is_seed else key.format(row.variant, name), *cells]
+        [name if kind_of(row) == SEED else key.format(kind_of(row), name), *cells]
         for row in shown
-        for name, *cells in [row.cells.values()]
+        for name, *cells in [row.values()]
     ]
-    return Table("All runs", list(shown[0].cells), rows, TEXT_COLUMNS)
+    return Table("All runs", list(shown[0]), rows, TEXT_COLUMNS)
 
 
 def settings(run: Run) -> dict[str, Any]:

@@ -64,8 +64,10 @@ def _subject(folder: Path, root: Path) -> Subject:
 
 def compared(folder: Path, planned: PlannedComparison, name: str = "") -> Subject:
     """The planned comparison in a folder; no run counts as begun before the reference's first."""
-    begun = tuple(path for run in planned.compared if is_run(path := folder / run.name))
-    has_reference = begun and begun[0].name == planned.compared[0].name
+    highest = [run for run in planned.runs if run.rung == planned.rungs]
+    highest.sort(key=lambda run: run.arm != planned.reference)
+    begun = tuple(path for run in highest if is_run(path := folder / run.name))
+    has_reference = begun and begun[0].name == highest[0].name
     return Subject(name or folder.resolve().name, folder, begun if has_reference else (), planned)
 
 
@@ -85,7 +87,7 @@ def runs_of(one: Subject) -> list[Run]:
     """Each run of a subject as far as it is; those that are only planned wait."""
     if one.planned is None:
         return [look_at(path) for path in one.paths]
-    rows = {(row.arm, row.seed, row.rung): row for row in rows_of(one.planned)}
+    rows = {(row.arm, row.seed, row.rung): row for row in rows_of(one)}
     found = []
     for run in one.planned.runs:
         path, row = one.folder / run.name, rows.get((run.arm, run.seed, run.rung))
@@ -100,10 +102,12 @@ def runs_of(one: Subject) -> list[Run]:
     return found
 
 
-def rows_of(planned: PlannedComparison) -> list[Row]:
+def rows_of(one: Subject) -> list[Row]:
     """The results so far, the reference's first; empty for a comparison that is not measured."""
+    if one.planned is None or not one.planned.rows:
+        return []
     try:
-        rows = read_rows(Path(planned.rows)) if planned.rows else []
+        rows = read_rows(one.folder / one.planned.rows)
     except UserError:  # not written yet
         return []
-    return rows if rows and rows[0].arm == planned.reference else []
+    return rows if rows and rows[0].arm == one.planned.reference else []

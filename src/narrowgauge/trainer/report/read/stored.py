@@ -113,14 +113,16 @@ def _own_name(name: Any) -> Any:
 
 
 class PlannedRun(BaseModel):
-    """One run of a comparison; rung 0 is a fork, whose steps several runs share."""
+    """The run of one arm, seed and rung."""
 
-    name: Annotated[str, BeforeValidator(_own_name)]
-    arm: str
-    seed: int
-    rung: int
+    model_config = ConfigDict(frozen=True)
+
+    name: Annotated[str, BeforeValidator(_own_name)]  # its directory, below that of the experiment
+    arm: str  # its variant
+    seed: int  # its seed; runs of one seed have the same initial weights and tokens
+    rung: int = 1  # the index of the rung, from 1; 0 for a fork, whose steps the arms of a seed share
     steps: int
-    tokens: int
+    tokens: int  # the number of tokens processed by its end
 
 
 class PlannedComparison(BaseModel):
@@ -128,21 +130,19 @@ class PlannedComparison(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    command: str  # its command line; "" if it was started from Python
+    command: str = ""  # its command line; "" if it was started from Python
     reference: str  # the arm that the others are compared with
     family: tuple[str, ...]  # the arms that are compared, without the reference and controls
     seeds: tuple[int, ...]  # the seeds of each arm
     parameters: int  # parameters in linear layers, to which tokens are related
     is_quiet: bool = False  # whether no warm-up is expected to spike; False in the file of an older version
-    rows: str  # the file of results of a measured experiment; "" for a comparison that has none
-    runs: tuple[PlannedRun, ...]  # all runs in the order of training
+    rows: str = ""  # the file of results of a measured experiment, from its folder; "" for none
+    runs: tuple[PlannedRun, ...]  # in the order of training: the forks, then each trunk with its branches
 
     @property
-    def compared(self) -> list[PlannedRun]:
-        """The runs at the highest rung, the reference's first."""
-        last = max((run.rung for run in self.runs), default=0)
-        found = [run for run in self.runs if run.rung == last]
-        return sorted(found, key=lambda run: run.arm != self.reference)
+    def rungs(self) -> int:
+        """The number of rungs."""
+        return max((run.rung for run in self.runs), default=0)
 
 
 def read_stored(kind: type[Stored], path: Path) -> Stored | None:

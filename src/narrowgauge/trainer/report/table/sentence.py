@@ -15,10 +15,18 @@ from narrowgauge.system.t_interval import CONFIDENCE
 from narrowgauge.system.units import human_count, signed_percent
 from narrowgauge.trainer.report.read.records import warmup_spikes
 from narrowgauge.trainer.report.read.run import ENDED, FINAL_STEPS, Run
-from narrowgauge.trainer.report.table.table import ends, format_loss, mean_loss, print_table, table_rows
-from narrowgauge.trainer.report.verdict.groups import sampling_error
+from narrowgauge.trainer.report.table.table import (
+    SEED,
+    ends,
+    format_loss,
+    kind_of,
+    mean_loss,
+    print_table,
+    table_rows,
+)
+from narrowgauge.trainer.report.verdict.groups import Verdict, sampling_error
 from narrowgauge.trainer.report.verdict.rule import MARGIN, Judgement
-from narrowgauge.trainer.report.verdict.verdict import Verdict, known_of, verdicts
+from narrowgauge.trainer.report.verdict.verdict import known_of, verdicts
 
 MOST = 4  # names in one sentence
 _CLASS = re.compile(r"^[A-Z][A-Za-z]+: ")  # the error class that a status begins with
@@ -326,7 +334,7 @@ def print_comparison(runs: Sequence[Run], console: Console, found: Sequence[Verd
     A variant with several seeds is one row; the page also has a row for each seed.
     """
     if runs or found:
-        print_table([row.cells for row in table_rows(runs, found) if not row.is_seed], console)
+        print_table([row for row in table_rows(runs, found) if kind_of(row) != SEED], console)
     for note in table_notes(runs, found) if runs else ():
         console.print(note, style="dim", markup=False, highlight=False)
     if len(runs) > 1 or any(run.status != "done" for run in runs):

@@ -7,8 +7,7 @@ at the lower rungs. Columns without any value are left out.
 
 import math
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 from rich.markup import escape
@@ -18,25 +17,35 @@ from rich.table import Table
 from narrowgauge.system.t_interval import Interval
 from narrowgauge.system.units import human_bytes, human_count, percent_range, signed_percent
 from narrowgauge.trainer.report.read.run import Run
-from narrowgauge.trainer.report.verdict.groups import gap_to, mean_of, references
-from narrowgauge.trainer.report.verdict.verdict import Verdict, verdicts
+from narrowgauge.trainer.report.verdict.groups import Verdict, gap_to, mean_of, references
+from narrowgauge.trainer.report.verdict.verdict import verdicts
 
-NOTHING = "-"
+NOTHING, SEED = "-", "seed"
 # Left-aligned columns; the others hold values.
 TEXT_COLUMNS = ("run", "arm", "verdict", "recipe", "arithmetic", "status")
 
 
-@dataclass(frozen=True)
-class Row:
-    """A line of the table: texts by column, and the number of its variant, the first of its name."""
+class Cell(str):
+    """A text in a cell of a kind."""
 
-    cells: dict[str, str]
-    variant: int
-    is_seed: bool = False  # one run of a variant that has several
+    kind: str
+
+    def __new__(cls, text: str, kind: str) -> "Cell":
+        """The text, marked."""
+        cell = super().__new__(cls, text)
+        cell.kind = kind
+        return cell
 
 
-def table_rows(runs: Sequence[Run], found: Sequence[Verdict] = ()) -> list[Row]:
-    """The rows, with equal columns in every row.
+def kind_of(row: Mapping[str, str]) -> str:
+    """`SEED` for one run of a variant that has several; else the number of the variant."""
+    return str(getattr(row["run"], "kind", ""))
+
+
+def table_rows(runs: Sequence[Run], found: Sequence[Verdict] = ()) -> list[dict[str, str]]:
+    """The rows as texts by column, with equal columns in every row.
+
+    A variant has the number of the first of its name (`kind_of`).
 
     Columns: run, seeds, loss (of the validation, if there is one), gap, 95 % interval for all variants at
     once, verdict, the gap by a bf16 forward pass, extra tokens, the other loss, tokens, tokens/s, memory,
@@ -48,35 +57,33 @@ def table_rows(runs: Sequence[Run], found: Sequence[Verdict] = ()) -> list[Row]:
         found: The verdicts, of several rungs for a measured experiment; () for those on the runs.
     """
     found = found or verdicts(runs)
-    partners, names, rows = references(found), [one.name for one in found], []
+    partners, names, rows = references(found), [one.name for one in found], list[dict[str, str]]()
     for at, one in enumerate(found):
         number, members = at if one.runs else names.index(one.name), list(one.runs.values())
-        cells = {"run": one.name, "gap": NOTHING if one.gap is None else signed_percent(one.gap)}
+        cells = {"gap": NOTHING if one.gap is None else signed_percent(one.gap)}
         if len(members) == 1:
-            cells = {"run": members[0].name, "gap": _gap(members[0], partners, one.by_validation)}
+            cells = {"gap": _gap(members[0], partners, one.by_validation)}
+        cells["run"] = Cell(members[0].name if len(members) == 1 else one.name, str(number))
         cells |= _figures(members) if members else {"tokens": human_count(one.tokens)}
         cells |= _verdict_cells(one, found[0]) if len(found) > 1 else {"seeds": _count(one)}
-        rows.append(Row(cells, number))
+        rows.append(cells)
         for seed, run in one.runs.items() if len(members) > 1 else ():
-            cells = {"run": run.name, "seeds": f"seed {seed}", "gap": _gap(run, partners, one.by_validation)}
-            rows.append(Row(cells | _figures([run]), number, is_seed=True))
+            cells = {"run": Cell(run.name, SEED), "seeds": f"seed {seed}"} | _figures([run])
+            rows.append(cells | {"gap": _gap(run, partners, one.by_validation)})
     dull = _dull_columns(runs, rows)
     order = [column for column in _columns(found[0].by_validation) if column not in dull]
-    kept = [column for column in order if any(row.cells.get(column, NOTHING) != NOTHING for row in rows)]
-    return [
-        Row({column: row.cells.get(column, NOTHING) for column in kept}, row.variant, row.is_seed)
-        for row in rows
-    ]
+    kept = [column for column in order if any(row.get(column, NOTHING) != NOTHING for row in rows)]
+    return [{column: row.get(column, NOTHING) for column in kept} for row in rows]
 
 
-def _dull_columns(runs: Sequence[Run], rows: Sequence[Row]) -> set[str]:
+def _dull_columns(runs: Sequence[Run], rows: Sequence[dict[str, str]]) -> set[str]:
     """The columns that would repeat other columns or the sentences."""
-    dull = set() if any(row.is_seed for row in rows) or not runs else {"seeds"}
+    dull = set() if any(kind_of(row) == SEED for row in rows) or not runs else {"seeds"}
     if len(runs) == 1:
         return dull
-    if all(row.is_seed or row.cells.get("recipe", NOTHING) in (NOTHING, row.cells["run"]) for row in rows):
+    if all(kind_of(row) == SEED or row.get("recipe", NOTHING) in (NOTHING, row["run"]) for row in rows):
         dull.add("recipe")
-    return dull | ({"tokens"} if len({row.cells["tokens"] for row in rows}) == 1 else set())
+    return dull | ({"tokens"} if len({row["tokens"] for row in rows}) == 1 else set())
 
 
 def _columns(by_validation: bool) -> list[str]:

@@ -19,28 +19,42 @@ this error, and by 0.06 % on 16 times as many.
 import json
 import math
 import statistics
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
+from narrowgauge.system.t_interval import Interval, interval
 from narrowgauge.trainer.report.read.run import FINAL_STEPS, Run
-from narrowgauge.trainer.report.verdict.rule import is_control
+from narrowgauge.trainer.report.verdict.rule import UNDECIDED, Judgement, is_control
 
 _AGAIN = " again"
 
 
+NAN = math.nan
+
+
 @dataclass(frozen=True)
-class Group:
-    """The runs of one variant by seed, in the given order."""
+class Verdict:
+    """One arm at one rung against the reference, in percent; the rows of another machine have no runs."""
 
     name: str  # the name of the variant: that of its runs, without their seeds
-    runs: dict[int, Run]  # its runs by seed
+    runs: dict[int, Run]  # its runs by seed, in the given order
     is_control: bool  # whether it repeats the reference's configuration, or has the name of a control
     by_validation: bool  # whether losses are those of validations, as the reference has them, or of steps
+    gaps: Mapping[int, float] = field(default_factory=dict)  # by seed, at equal tokens; none if a run failed
+    judgement: Judgement | None = None  # of the gaps; None without any
+    is_reference: bool = False  # whether it is the reference itself
+    is_done: bool = True  # all runs are done, and the reference's have ended: the verdict is final
+    tokens: int = 0  # the most tokens of a pair; 0 without any
+    rung: int = 1  # the index of its length, from 1
+    bf16_gaps: Sequence[float] = ()  # with a bf16 forward pass of the same weights, for both arms
+    extra: Sequence[float] = ()  # the extra tokens of each seed, where they are determined
+    diverged: int = 0  # the number of seeds that diverged, by the rows
+    undecided: str = UNDECIDED  # the conclusion if the interval includes zero
 
     @property
     def has_failed(self) -> bool:
-        """Whether a run has."""
-        return any(run.has_failed for run in self.runs.values())
+        """Whether a run failed or diverged."""
+        return bool(self.diverged) or any(run.has_failed for run in self.runs.values())
 
     @property
     def kind(self) -> str:
@@ -52,6 +66,64 @@ class Group:
         """The last losses of the runs that have one."""
         return [loss for run in self.runs.values() if (loss := getattr(run, self.kind)) is not None]
 
+    @property
+    def gap(self) -> float | None:
+        """Mean over the paired seeds."""
+        return None if self.judgement is None else self.judgement.mean
+
+    @property
+    def half_width(self) -> float | None:
+        """Half the interval of the gap, for all arms at once; None for one seed."""
+        return None if self.judgement is None else self.judgement.half_width
+
+    @property
+    def at_once(self) -> Interval:
+        """The mean and its interval for all arms at once, NaN where they are unknown."""
+        mean, half = (NAN if x is None else x for x in (self.gap, self.half_width))
+        return Interval(mean, mean - half, mean + half)
+
+    @property
+    def alone(self) -> Interval:
+        """The mean and Student's interval of these gaps alone; NaN without any."""
+        return interval(list(self.gaps.values())) if self.gaps else Interval(NAN, NAN, NAN)
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether the rule calls the arm different from the reference."""
+        return not self.has_failed and self.judgement is not None and self.judgement.is_different
+
+    @property
+    def conclusion(self) -> str:
+        """The readable conclusion: better, worse, equal, ...; "open" with one seed."""
+        if self.diverged:
+            return "diverges"
+        if self.has_failed:
+            return "failed"
+        if self.is_reference:
+            return "reference"
+        return "nothing to compare" if self.judgement is None else self.judgement.word(self.undecided)
+
+    @property
+    def loss(self) -> float | None:
+        """Mean last loss over the seeds; None if a failed run rules out a mean."""
+        is_lucky = self.has_failed and len(self.runs) > 1
+        return statistics.fmean(self.losses) if self.losses and not is_lucky else None
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Mean over the seeds."""
+        return mean_of(self.runs.values(), "tokens_per_s")
+
+    @property
+    def memory_bytes(self) -> float | None:
+        """Mean over the seeds."""
+        return mean_of(self.runs.values(), "peak_memory_bytes")
+
+    @property
+    def arithmetic(self) -> str:
+        """ "native", "emulated", or several."""
+        return " and ".join(dict.fromkeys(run.backend for run in self.runs.values() if run.backend))
+
 
 def mean_of(runs: Iterable[Run], figure: str) -> float | None:
     """Mean of a figure over the runs that have it; None if no run has it."""
@@ -59,7 +131,7 @@ def mean_of(runs: Iterable[Run], figure: str) -> float | None:
     return statistics.fmean(values) if values else None
 
 
-def groups(runs: Sequence[Run]) -> list[Group]:
+def groups(runs: Sequence[Run]) -> list[Verdict]:
     """Group runs by variant, in the order of their first runs; a repeated seed starts another group."""
     by_variant: dict[str, dict[int, Run]] = {}
     for run in runs:
@@ -74,16 +146,16 @@ def groups(runs: Sequence[Run]) -> list[Group]:
     first = next(iter(by_variant), "")
     # The reference decides for all: a pair whose run has not been validated yet waits.
     by_validation = any(run.final_validation is not None for run in by_variant.get(first, {}).values())
-    found: list[Group] = []
+    found: list[Verdict] = []
     for key, members in by_variant.items():
         run = next(iter(members.values()))
         name = run.name.removesuffix(f"-seed-{run.seed}")
         repeats = key.startswith(first + _AGAIN) or (bool(found) and is_control(name, found[0].name))
-        found.append(Group(name, members, repeats, by_validation))
+        found.append(Verdict(name, members, repeats, by_validation))
     return found
 
 
-def references(all_groups: Sequence[Group]) -> dict[int, Run]:
+def references(all_groups: Sequence[Verdict]) -> dict[int, Run]:
     """The run that each run is compared with, by `id` of the run.
 
     It is the first group's run with the same seed. Runs of the first group, and runs with seeds that it

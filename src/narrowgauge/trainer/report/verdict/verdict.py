@@ -27,20 +27,18 @@ cannot replace it: two trajectories that have separated stay apart. With 8 seeds
 
 import csv
 import math
-import statistics
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from io import StringIO
 from itertools import pairwise
 from pathlib import Path
 
 from narrowgauge.system.errors import UserError
-from narrowgauge.system.t_interval import Interval, interval
 from narrowgauge.trainer.models import count_block_weights, model_config
 from narrowgauge.trainer.report.read.records import warmup_spikes
 from narrowgauge.trainer.report.read.run import ENDED, Run
-from narrowgauge.trainer.report.verdict.groups import Gap, Group, gap_to, groups, mean_of
-from narrowgauge.trainer.report.verdict.rule import UNDECIDED, Judgement, is_control, judge, known_deviation
+from narrowgauge.trainer.report.verdict.groups import Gap, Verdict, gap_to, groups
+from narrowgauge.trainer.report.verdict.rule import UNDECIDED, is_control, judge, known_deviation
 
 COLUMNS = ("arm", "seed", "rung", "tokens", "own_loss", "bf16_loss", "status")
 DONE, DIVERGED = "done", "diverged"
@@ -95,88 +93,6 @@ def read_rows(path: Path) -> list[Row]:
     return rows
 
 
-NAN = math.nan
-
-
-@dataclass(frozen=True)
-class Verdict(Group):
-    """One arm at one rung against the reference, in percent; the rows of another machine have no runs."""
-
-    gaps: Mapping[int, float]  # by seed, at equal tokens; {} for the reference, and where a run failed
-    judgement: Judgement | None  # of the gaps; None without any
-    is_reference: bool = False  # whether it is the reference itself
-    is_done: bool = True  # all runs are done, and the reference's have ended: the verdict is final
-    tokens: int = 0  # the most tokens of a pair; 0 without any
-    rung: int = 1  # the index of its length, from 1
-    bf16_gaps: Sequence[float] = ()  # with a bf16 forward pass of the same weights, for both arms
-    extra: Sequence[float] = ()  # the extra tokens of each seed, where they are determined
-    diverged: int = 0  # the number of seeds that diverged, by the rows
-    undecided: str = UNDECIDED  # the conclusion if the interval includes zero
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether a run failed or diverged."""
-        return bool(self.diverged) or super().has_failed
-
-    @property
-    def gap(self) -> float | None:
-        """Mean over the paired seeds."""
-        return None if self.judgement is None else self.judgement.mean
-
-    @property
-    def half_width(self) -> float | None:
-        """Half the interval of the gap, for all arms at once; None for one seed."""
-        return None if self.judgement is None else self.judgement.half_width
-
-    @property
-    def at_once(self) -> Interval:
-        """The mean and its interval for all arms at once, NaN where they are unknown."""
-        mean, half = (NAN if x is None else x for x in (self.gap, self.half_width))
-        return Interval(mean, mean - half, mean + half)
-
-    @property
-    def alone(self) -> Interval:
-        """The mean and Student's interval of these gaps alone; NaN without any."""
-        return interval(list(self.gaps.values())) if self.gaps else Interval(NAN, NAN, NAN)
-
-    @property
-    def is_proven(self) -> bool:
-        """Whether the rule calls the arm different from the reference."""
-        return not self.has_failed and self.judgement is not None and self.judgement.is_different
-
-    @property
-    def conclusion(self) -> str:
-        """The readable conclusion: better, worse, equal, ...; "open" with one seed."""
-        if self.diverged:
-            return "diverges"
-        if self.has_failed:
-            return "failed"
-        if self.is_reference:
-            return "reference"
-        return "nothing to compare" if self.judgement is None else self.judgement.word(self.undecided)
-
-    @property
-    def loss(self) -> float | None:
-        """Mean last loss over the seeds; None if a failed run rules out a mean."""
-        is_lucky = self.has_failed and len(self.runs) > 1
-        return statistics.fmean(self.losses) if self.losses and not is_lucky else None
-
-    @property
-    def tokens_per_s(self) -> float | None:
-        """Mean over the seeds."""
-        return mean_of(self.runs.values(), "tokens_per_s")
-
-    @property
-    def memory_bytes(self) -> float | None:
-        """Mean over the seeds."""
-        return mean_of(self.runs.values(), "peak_memory_bytes")
-
-    @property
-    def arithmetic(self) -> str:
-        """ "native", "emulated", or several."""
-        return " and ".join(dict.fromkeys(run.backend for run in self.runs.values() if run.backend))
-
-
 def verdicts(runs: Sequence[Run], in_percent: bool = True) -> list[Verdict]:
     """One verdict for each variant, the reference first; its gaps are in percent, or in nats.
 
@@ -192,8 +108,8 @@ def verdicts(runs: Sequence[Run], in_percent: bool = True) -> list[Verdict]:
         known *= next(iter(reference.losses), 0.0) / 100
     found = judge(dict(enumerate(gaps)), family, known)
     return [
-        Verdict(
-            **vars(group),
+        replace(
+            group,
             gaps=gaps[number],
             judgement=found.get(number),
             is_reference=group is reference,
@@ -205,7 +121,7 @@ def verdicts(runs: Sequence[Run], in_percent: bool = True) -> list[Verdict]:
     ]
 
 
-def _pairs(group: Group, reference: Group) -> dict[int, Gap]:
+def _pairs(group: Verdict, reference: Verdict) -> dict[int, Gap]:
     """The gap of each seed that both have, with losses at equal tokens.
 
     If a run of several failed, there are none, since the remaining seeds are the lucky ones.
@@ -290,7 +206,6 @@ def _of_rows(rows: Sequence[Row], reference: str, arm: str, rung: int) -> Verdic
         is_control=is_control(arm, reference),
         by_validation=True,
         gaps={seed: gap_percent(mine[seed].own_loss, base[seed].own_loss) for seed in paired},
-        judgement=None,
         tokens=next(iter(mine.values())).tokens,
         rung=rung,
         bf16_gaps=[gap_percent(mine[seed].bf16_loss, base[seed].bf16_loss) for seed in paired],
@@ -314,13 +229,13 @@ def extra_tokens(loss: float, tokens: int, curve: Sequence[tuple[float, float]])
     """
     points = [(math.log(d), math.log(value)) for d, value in curve]
     if len(points) < 2 or not loss > 0:
-        return NAN
+        return math.nan
     y = math.log(loss)
     pieces = list(pairwise(points))
     left, right = next((piece for piece in pieces if y >= piece[1][1]), pieces[-1])  # that falls to y
     slope = (right[1] - left[1]) / (right[0] - left[0])
     if slope >= 0:
-        return NAN
+        return math.nan
     return 100 * (tokens / math.exp(left[0] + (y - left[1]) / slope) - 1)
 
 
