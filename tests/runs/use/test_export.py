@@ -199,7 +199,6 @@ def test_an_export_that_is_half_written_or_does_not_hold_the_weights_is_not_publ
 KEPT = 'cast = "nvfp4", keep_channels = 0.1, keep_cast = "mxfp8"'
 #: (recipe, format, other arguments, part of the sentence); "{text}" is the text of the run.
 REFUSED = [
-    ("fp8", "hf", {"shard_bytes": 0}, "bytes holds nothing"),
     ("mine", "compressed-tensors", {}, r"keep_channels = 0.1.*cannot express; use --to hf"),
     ("mxfp8", "compressed-tensors", {"calibrate": "text"}, "nothing to calibrate"),
     ("nvfp4", "modelopt", {"calibrate": "recorded"}, "remembers no amax"),

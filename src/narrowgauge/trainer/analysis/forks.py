@@ -12,14 +12,14 @@ state, attention and the residual stream are the run's in all forks.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from narrowgauge.quantization import Cast, make_cast
 from narrowgauge.recipes import GEMM_PLACES, Recipe, Rule
 from narrowgauge.system.errors import UserError
-from narrowgauge.trainer.analysis.gradient import Position, loss_of
+from narrowgauge.trainer.analysis.gradient import Position, Progress, counted, loss_of
 from narrowgauge.trainer.analysis.probe_run import Probed
 from narrowgauge.trainer.checkpoint import newest_valid
 from narrowgauge.trainer.checkpoint.interop.external_model import is_external_model
@@ -27,7 +27,6 @@ from narrowgauge.trainer.runs.run_directory import RunDirectory
 from narrowgauge.trainer.runs.use.trained_model import run_data
 from narrowgauge.trainer.training.step.trainer import Trainer
 
-Show = Callable[[int, int], None]  # forks done, and their number
 Key = TypeVar("Key")
 
 
@@ -49,35 +48,26 @@ class Forks:
                 raise UserError(f"forks need {name} of 1 or more, not {value}")
 
     def gaps(
-        self, probed: Probed, changes: Mapping[Key, Recipe], show: Show | None = None
+        self, probed: Probed, changes: Mapping[Key, Recipe], show: Progress | None = None
     ) -> dict[Key, dict[int, float]]:
         """The gap of each change by seed, in nats a token.
 
         Args:
             probed: The run, and the held-out batches of the losses.
             changes: Recipes by the caller's keys, from `wide` or `alone`.
-            show: Called with the forks done and their number.
+            show: Called with "forks", those done and their number.
 
         Raises:
             UserError: It is a model of another program, which has no checkpoint to continue from.
         """
         base = wide(probed.trained.config.spec.recipe)
-        total, done = self.seeds * (1 + len(changes)), 0
         gaps: dict[Key, dict[int, float]] = {key: {} for key in changes}
-
-        def loss(recipe: Recipe, seed: int) -> float:
-            nonlocal done
-            if show is not None:
-                show(done, total)
-            done += 1
-            return self.loss(probed, recipe, seed)
-
+        forks = [(seed, recipe) for seed in range(1, self.seeds + 1) for recipe in (base, *changes.values())]
+        losses = (self.loss(probed, recipe, seed) for seed, recipe in counted("forks", forks, show))
         for seed in range(1, self.seeds + 1):
-            without = loss(base, seed)
-            for key, recipe in changes.items():
-                gaps[key][seed] = loss(recipe, seed) - without
-        if show is not None:
-            show(total, total)
+            without = next(losses)
+            for key in changes:
+                gaps[key][seed] = next(losses) - without
         return gaps
 
     def loss(self, probed: Probed, recipe: Recipe, seed: int) -> float:

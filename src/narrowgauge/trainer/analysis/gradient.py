@@ -8,9 +8,9 @@ The gradient is float32, whatever format the recipe keeps it in. If the recipe t
 (`torch.amp.GradScaler`), it is computed with one: 2^16, halved until every value is finite.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -23,6 +23,19 @@ from narrowgauge.trainer.models import Transformer
 from narrowgauge.trainer.training.step.build_model import build_model
 
 Tensors = Mapping[str, torch.Tensor]
+T = TypeVar("T")
+#: Takes the name of what is measured, how many parts are done, and their number.
+Progress = Callable[[str, int, int], None]
+
+
+def counted(name: str, items: Sequence[T], show: Progress | None) -> Iterator[T]:
+    """The items one by one, while `show` is told how many are done."""
+    for done, item in enumerate(items):
+        if show is not None:
+            show(name, done, len(items))
+        yield item
+    if show is not None:
+        show(name, len(items), len(items))
 
 
 class Position(NamedTuple):

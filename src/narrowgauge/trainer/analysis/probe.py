@@ -54,7 +54,9 @@ from narrowgauge.trainer.analysis.averaging import (
 )
 from narrowgauge.trainer.analysis.gradient import (
     Position,
+    Progress,
     Tensors,
+    counted,
     loss_and_gradient,
     loss_of,
     with_recipe,
@@ -67,7 +69,6 @@ from narrowgauge.trainer.training.outline import require_layers
 LOSS_SCALE = 2.0**16  # the initial scale of `torch.amp.GradScaler`
 USEFUL = math.sqrt(3)  # the smallest useful noise ratio
 _DRAW_SEED = 0x9E3779B97F4A7C15  # difference between the seeds of two draws
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +150,7 @@ def probe(
     wide = subject.model(recipe_named("fp32"))
     losses = [loss_of(wide, batch, subject.position) for batch in subject.batches]
     del wide
-    return [_probe_one(subject, recipe, losses, draws, progress or _silent) for recipe in recipes]
+    return [_probe_one(subject, recipe, losses, draws, progress) for recipe in recipes]
 
 
 def probe_json(probes: Sequence[RecipeProbe], **facts: Any) -> dict[str, Any]:
@@ -163,7 +164,7 @@ def probe_json(probes: Sequence[RecipeProbe], **facts: Any) -> dict[str, Any]:
 
 
 def _probe_one(
-    subject: Subject, recipe: Recipe, wide_losses: Sequence[float], draws: int, progress: Progress
+    subject: Subject, recipe: Recipe, wide_losses: Sequence[float], draws: int, progress: Progress | None
 ) -> RecipeProbe:
     variants = (recipe, recipe.with_places({"compute": "fp32"}), recipe.with_wide_backward())
     trained, narrow, reference = (subject.model(r) for r in variants)
@@ -171,15 +172,14 @@ def _probe_one(
     scale = LOSS_SCALE if recipe.compute == "fp16" else 1.0
     figures: list[Figures] = []
     sums: dict[str, list[float]] = {}
-    for i, (batch, wide_loss) in enumerate(zip(subject.batches, wide_losses, strict=True)):
-        progress(recipe.name, i, len(subject.batches))
+    pairs = list(zip(subject.batches, wide_losses, strict=True))
+    for batch, wide_loss in counted(recipe.name, pairs, progress):
         increase = loss_of(trained, batch, subject.position) - wide_loss
         compare = partial(_compare, narrow, reference, batch, scale)
         of_batch, of_layers = _probe_batch(compare, increase, subject.position, needed)
         figures.append(of_batch)
         for name, values in of_layers.items():
             sums[name] = [a + b for a, b in zip(sums.get(name, [0.0, 0.0]), values, strict=True)]
-    progress(recipe.name, len(subject.batches), len(subject.batches))
     count = len(subject.batches)
     layers = tuple(LayerFigures(name, c / count, e / count) for name, (c, e) in sums.items())
     intervals = {f.name: interval([getattr(one, f.name) for one in figures]) for f in fields(Figures)}
@@ -262,7 +262,3 @@ def _has_memory(recipe: Recipe) -> bool:
 def has_memory(cast: Cast) -> bool:
     """Whether the result of a cast depends on earlier steps; assumed for a key that is not listed."""
     return bool(cast.unsupported(Consumer.MEMORYLESS))
-
-
-def _silent(name: str, done: int, total: int) -> None:
-    """Show no progress."""

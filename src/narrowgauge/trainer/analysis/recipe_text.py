@@ -10,17 +10,19 @@ from narrowgauge.recipes import GEMMS
 from narrowgauge.system.toml_text import toml_value
 from narrowgauge.trainer.analysis.search import Assignment
 
+_COMPUTE = "bf16"
 
-def recipe_text(assignment: Assignment, name: str, title: str, source: str, compute: str = "bf16") -> str:
-    """The TOML of a recipe with these GEMMs; those in the format `compute` need no rule."""
+
+def recipe_text(assignment: Assignment, name: str, title: str, source: str) -> str:
+    """The TOML of a recipe with these GEMMs; those in bf16 need no rule."""
     layers = list(dict.fromkeys(layer for layer, _ in assignment))
-    head = {"name": name, "title": title, "source": source, "compute": compute}
+    head = {"name": name, "title": title, "source": source, "compute": _COMPUTE}
     lines = [f"{key} = {toml_value(value)}" for key, value in head.items()]
     rules: dict[tuple[str, ...], dict[str, str]] = {}
     for gemm in GEMMS:
         for cast in dict.fromkeys(assignment.values()):
             chosen = [layer for layer in layers if assignment[layer, gemm] == cast]
-            if chosen and cast != compute:
+            if chosen and cast != _COMPUTE:
                 rules.setdefault(tuple(_patterns(chosen, layers)), {})[gemm] = cast
     for patterns, gemms in rules.items():
         is_all = len(patterns) == len({layer.rpartition(".")[2] for layer in layers}) and not any(

@@ -37,14 +37,13 @@ from narrowgauge.recipes import recipe as recipe_named
 from narrowgauge.system.errors import UserError
 from narrowgauge.system.json_lines import strict_json
 from narrowgauge.system.t_interval import interval
-from narrowgauge.trainer.analysis.gradient import linear_layers, loss_and_gradient, loss_of
+from narrowgauge.trainer.analysis.gradient import Progress, counted, linear_layers, loss_and_gradient, loss_of
 from narrowgauge.trainer.analysis.linear_graph import LinearGraph
 from narrowgauge.trainer.analysis.probe import Subject
 from narrowgauge.trainer.analysis.rank_correlation import rank_correlation
 from narrowgauge.trainer.analysis.update import StepMetric, lost, progress
 from narrowgauge.trainer.models import Transformer
 
-Progress = Callable[[str, int, int], None]
 Key = tuple[str, str]
 NATS, SHARE = "nats", "share"  # of the loss; of a step's progress
 _FORWARD = tuple(place for place in GEMM_PLACES if place.startswith("fprop."))
@@ -122,13 +121,9 @@ def backward_costs(
     """
     model = _wide_model(subject)
     found: dict[Key, list[float]] = {}
-    for number, batch in enumerate(subject.batches):
-        if show is not None:
-            show("backward", number, len(subject.batches))
+    for batch in counted("backward", subject.batches, show):
         for key, share in LinearGraph(model, batch).shares(cast, metric).items():
             found.setdefault(key, []).append(share)
-    if show is not None:
-        show("backward", len(subject.batches), len(subject.batches))
     return [_cost(key, shares) for key, shares in found.items()]
 
 
@@ -158,9 +153,9 @@ def relative_errors(subject: Subject, cast: Cast) -> dict[Key, float]:
     return LinearGraph(_wide_model(subject), subject.batches[0]).relative_errors(cast)
 
 
-def worst(costs: Sequence[Cost], count: int = 4) -> list[Cost]:
-    """The places that cost the most, the worst first; all costs must have the same unit."""
-    return sorted(costs, key=lambda cost: -cost.cost)[:count]
+def worst(costs: Sequence[Cost]) -> list[Cost]:
+    """The four places that cost the most, the worst first; all costs must have the same unit."""
+    return sorted(costs, key=lambda cost: -cost.cost)[:4]
 
 
 def sensitivity_json(
@@ -219,14 +214,7 @@ def _each(
 ) -> list[Cost]:
     """The cost of each layer and place from its values on each batch."""
     keys = [(name, place) for name in linear_layers(model) for place in places]
-    costs = []
-    for number, key in enumerate(keys):
-        if show is not None:
-            show(task, number, len(keys))
-        costs.append(_cost(key, cost(*key)))
-    if show is not None:
-        show(task, len(keys), len(keys))
-    return costs
+    return [_cost(key, cost(*key)) for key in counted(task, keys, show)]
 
 
 def _cost(key: Key, values: Sequence[float]) -> Cost:

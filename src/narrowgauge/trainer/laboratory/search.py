@@ -100,7 +100,7 @@ def search(
         UserError: The budget cannot be met, a name is unknown, there is no checkpoint to fork from, or
             scipy is missing.
     """
-    casts, path, file, show = _casts(formats), Path(run), Path(out), show or (lambda *_: None)
+    casts, path, file = _casts(formats), Path(run), Path(out)
     analysis.require_solver()
     forks, limit = analysis.Forks(fork_steps, fork_seeds), analysis.flops_budget(casts, budget)
     if file.suffix != ".toml":
@@ -155,7 +155,7 @@ def _answer(
 
 
 def _gaps(
-    forks: analysis.Forks, probed: analysis.Probed, casts: Mapping[str, Cast], show: given.Progress
+    forks: analysis.Forks, probed: analysis.Probed, casts: Mapping[str, Cast], show: given.Progress | None
 ) -> dict[tuple[analysis.Gemm, str], dict[int, float]]:
     """The gap of each GEMM in each format by seed, in nats; 0 for the format of the fork without a change."""
     recipe = probed.trained.config.spec.recipe
@@ -168,7 +168,7 @@ def _gaps(
         for name, cast in casts.items()
     }
     tried = {key: change for key, change in changes.items() if casts[key[1]].name != recipe.compute}
-    gaps = forks.gaps(probed, tried, lambda *done: show("forks", *done))
+    gaps = forks.gaps(probed, tried, show)
     return {key: gaps.get(key) or dict.fromkeys(range(1, forks.seeds + 1), 0.0) for key in changes}
 
 

@@ -145,7 +145,7 @@ def _forked(
         for layer in probed.layers
         for place in GEMM_PLACES
     }
-    gaps = forks.gaps(probed, changes, None if show is None else lambda *done: show("forks", *done))
+    gaps = forks.gaps(probed, changes, show)
     costs = []
     for key, judged in judge(gaps, family=()).items():
         half = math.nan if judged.half_width is None else judged.half_width

@@ -69,7 +69,6 @@ def export_run(
     to: str,
     out: Path,
     dtype: str | None = None,
-    shard_bytes: int = SHARD_BYTES,
     calibrate: str | None = None,
 ) -> Export:
     """Write the newest model of a run, or of any model that `open_run` opens, into a new folder.
@@ -80,16 +79,15 @@ def export_run(
         out: the new folder, which must not exist.
         dtype: the dtype of plain weights, "fp32", "bf16" or "fp16"; None for fp32, or bf16 with
             quantized weights; of gguf for the narrower of bf16 and fp32 that is exact.
-        shard_bytes: the approximate maximum size of a safetensors file.
         calibrate: where the stored scales of activations come from: a source of text, or `RECORDED` for the
             recipe's own; None to store none. Only with a format in `QUANTIZED`.
     """
-    require_format(to, dtype, shard_bytes, calibrate)
+    require_format(to, dtype, calibrate)
     source = open_run(run, "cpu")
-    return Export(source, out, tuple(export_model(source, to, out, dtype, shard_bytes, calibrate)))
+    return Export(source, out, tuple(export_model(source, to, out, dtype, calibrate)))
 
 
-def require_format(to: str, dtype: str | None, shard_bytes: int, calibrate: str | None) -> None:
+def require_format(to: str, dtype: str | None, calibrate: str | None) -> None:
     """Refuse arguments of `export_run` that no model makes right."""
     if to not in EXPORT_FORMATS and to.lower() in READERS:
         *others, last = READERS[to.lower()]
@@ -104,8 +102,6 @@ def require_format(to: str, dtype: str | None, shard_bytes: int, calibrate: str 
         raise unknown("format", to, EXPORT_FORMATS)
     if dtype is not None and dtype not in DTYPES:
         raise unknown("dtype", dtype, DTYPES)
-    if shard_bytes < 1:
-        raise UserError(f"a shard of {shard_bytes} bytes holds nothing; about 5000000000 is usual")
     if calibrate is not None and to not in QUANTIZED:
         raise UserError(
             f"{to} holds no scales of activations, so --calibrate has no effect there; leave it out, or use "
@@ -118,13 +114,12 @@ def export_model(
     to: str,
     out: Path,
     dtype: str | None = None,
-    shard_bytes: int = SHARD_BYTES,
     calibrate: str | None = None,
 ) -> list[str]:
     """`export_run` of a run that is open; returns the sentences."""
     scales = {} if calibrate is None else activation_scales(source, calibrate)
     with staged_directory(out) as folder:
-        remarks = write_export(folder, source, to, dtype, shard_bytes, scales)
+        remarks = write_export(folder, source, to, dtype, scales)
         try:
             _read_back(folder, source, to, dtype, scales)
         except UserError as error:  # about a folder that is then deleted
@@ -139,7 +134,6 @@ def write_export(
     source: TrainedRun,
     to: str,
     dtype: str | None = None,
-    shard_bytes: int = SHARD_BYTES,
     scales: Mapping[str, InputScale] | None = None,
 ) -> list[str]:
     """Fill an empty folder with the files of a format; returns the sentences on what is held otherwise."""
@@ -149,7 +143,7 @@ def write_export(
         return write_gguf_model(folder / GGUF_FILE, model, weights, *settings) + in_llama_cpp(model)
     stored = _plain_dtype(to, dtype)
     assert stored is not None
-    folder_settings = (source.tokenizer_file, stored, shard_bytes, source.special_tokens)
+    folder_settings = (source.tokenizer_file, stored, SHARD_BYTES, source.special_tokens)
     if to in QUANTIZED:
         arrange = in_modelopt if to == "modelopt" else None
         return write_quantized(folder, model, weights, *folder_settings, scales, arrange)
@@ -194,7 +188,7 @@ def differences_from_run(folder: Path, source: TrainedRun, to: str) -> list[Diff
     found: list[list[Difference]] = []
     for dtype in (None, *DTYPES):
         with TemporaryDirectory() as temporary:
-            write_export(Path(temporary), source, to, dtype, scales=scales)
+            write_export(Path(temporary), source, to, dtype, scales)
             found.append(different_tensors(folder, Path(temporary)))
         if not found[-1]:
             break

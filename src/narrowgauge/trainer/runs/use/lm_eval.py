@@ -20,12 +20,11 @@ def harness_scores(
     device: str,
     limit: int | None = None,
     task_folder: Path | None = None,
-    batch_size: int = 1,
 ) -> dict[str, dict[str, Any]]:
     """The results of a run, or of any model that `open_run` opens, by task and metric.
 
     The harness has the tasks, or YAML files in `task_folder` describe them; `limit` is the number of examples
-    of each, None for all, and `batch_size` that of the requests in a batch.
+    of each, None for all.
     """
     harness, manager = _harness()
     known = manager(include_path=None if task_folder is None else str(task_folder))
@@ -46,7 +45,7 @@ def harness_scores(
             task_manager=known,
             device=device,
             limit=limit,
-            batch_size=batch_size,
+            batch_size=1,
             bootstrap_iters=0,
         )
     results: dict[str, dict[str, Any]] = evaluation["results"]
