@@ -65,12 +65,9 @@ def require_same(run: ArmRun, out: Path) -> None:
 
 def remaining(experiment: Experiment, out: Path) -> list[ArmRun]:
     """The runs of each arm and seed that lacks a result, here and in the file of rows, with their forks."""
-    known = {(row.arm, row.seed, row.rung) for row in _rows_before(experiment)}
-    missing = [run for run in experiment.compared if not is_complete(experiment, run, out)]
-    missing_rows = {
-        (run.arm, run.seed) for run in experiment.compared if (run.arm, run.seed, run.rung) not in known
-    }
-    wanted = {(run.arm, run.seed) for run in missing} & missing_rows
+    known = {row.key for row in _rows_before(experiment)}
+    missing = {(r.arm, r.seed) for r in experiment.compared if not is_complete(experiment, r, out)}
+    wanted = missing & {(run.arm, run.seed) for run in experiment.compared if run.key not in known}
     sources = {name for run in experiment.runs if (run.arm, run.seed) in wanted for name, _ in run.sources}
     return [run for run in experiment.runs if (run.arm, run.seed) in wanted or run.name in sources]
 
@@ -80,13 +77,13 @@ def _rows_before(experiment: Experiment) -> list[Row]:
     file = experiment.design.rows
     if file is None or not file.exists():
         return []
-    tokens = {(run.arm, run.seed, run.rung): run.tokens for run in experiment.compared}
+    tokens = {run.key: run.tokens for run in experiment.compared}
     rows = read_rows(file)
     for row in rows:
-        if (row.arm, row.seed, row.rung) in tokens and tokens[row.arm, row.seed, row.rung] != row.tokens:
+        if (now := tokens.get(row.key, row.tokens)) != row.tokens:
             raise UserError(
                 f"{file} has {row.arm}, seed {row.seed}, rung {row.rung} after {row.tokens:,} "
-                f"tokens, and now it is {tokens[row.arm, row.seed, row.rung]:,}; name another file of rows"
+                f"tokens, and now it is {now:,}; name another file of rows"
             )
     return rows
 
@@ -98,46 +95,34 @@ def is_complete(experiment: Experiment, run: ArmRun, out: Path) -> bool:
     return state_of(out / run.name) != "open"
 
 
-def losses_of(run: ArmRun, directory: Path) -> tuple[float, float] | None:
-    """Both losses of a run, from its evaluation.json; None if there are none.
-
-    Losses that a user measured differently, on other text or another number of batches, do not count.
-    """
-    config = run.config
-    wanted = {"data": None, "batches": config.validation.batches}
-    wanted["sequence_length"] = config.data.sequence_length
-    try:
-        found = json.loads((directory / EVALUATION).read_text(encoding="utf-8"))
-        is_other = any(found.get(key, value) != value for key, value in wanted.items())
-        if is_other or found["step"] != config.training.steps:
-            return None
-        own, other = (math.nan if found[key] is None else float(found[key]) for key in ("own", FORWARD))
-        return own, other
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
-
-
 def collect_rows(experiment: Experiment, out: Path) -> list[Row]:
     """The rows of the finished runs, by arm, seed and rung; rows already in its file stay there."""
-    rows = []
+    rows = {row.key: row for row in _rows_before(experiment)}
     for run in experiment.compared:
         if (losses := _losses(out / run.name, run)) is not None:
             status = DIVERGED if math.isnan(losses[0]) else DONE
-            rows.append(Row(run.arm, run.seed, run.rung, run.tokens, *losses, status))
-    here = {(row.arm, row.seed, row.rung) for row in rows}
-    rows += [row for row in _rows_before(experiment) if (row.arm, row.seed, row.rung) not in here]
+            rows[run.key] = Row(*run.key, run.tokens, *losses, status)
     order = {arm: number for number, arm in enumerate(experiment.arms)}
-    return sorted(rows, key=lambda row: (order.get(row.arm, len(order)), row.arm, row.seed, row.rung))
+    return sorted(rows.values(), key=lambda row: (order.get(row.arm, len(order)), *row.key))
 
 
 def _losses(directory: Path, run: ArmRun) -> tuple[float, float] | None:
-    """Both losses of a run, NaN if it diverged; None if it is not finished."""
-    state = state_of(directory)
-    if state == "diverged":
-        return math.nan, math.nan
-    if state != "done" or (losses := losses_of(run, directory)) is None:
+    """Both losses of a run from its evaluation.json, NaN if it diverged; None if it is not finished.
+
+    Losses that a user measured differently, on other text or another number of batches, do not count.
+    """
+    if (state := state_of(directory)) != "done":
+        return (math.nan, math.nan) if state == "diverged" else None
+    wanted = {"data": None, "batches": run.config.validation.batches}
+    wanted["sequence_length"] = run.config.data.sequence_length
+    try:
+        found = json.loads((directory / EVALUATION).read_text(encoding="utf-8"))
+        if any(found.get(key, value) != value for key, value in wanted.items()) or found["step"] != run.steps:
+            return None
+        own, other = (math.nan if found[key] is None else float(found[key]) for key in ("own", FORWARD))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    return losses if all(map(math.isfinite, losses)) else (math.nan, math.nan)
+    return (own, other) if math.isfinite(own) and math.isfinite(other) else (math.nan, math.nan)
 
 
 def next_job(

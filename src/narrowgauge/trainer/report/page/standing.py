@@ -22,17 +22,13 @@ _INTERIM = (
     "Verdicts are interim until every run is done: an interval holds for one look at the planned end. "
     "Stopping at the first one that excludes zero finds differences that do not exist."
 )
-_WORDS = {  # of each state, with what to do; the reason of a preempted run names it
-    "killed": "the same command line continues it",
-    "silent": "its process lives, and has recorded nothing for much longer than a step takes",
-    "broken": "its files cannot be read",
-}
-_ENDS = {
-    "killed": "was killed",
-    "preempted": "was stopped",
-    "diverged": "has diverged",
-    "failed": "has failed",
-    "broken": "cannot be read",
+_STATES = {  # in a sentence, and what to do; the reason of a preempted run names it
+    "killed": ("was killed", "the same command line continues it"),
+    "silent": ("is silent", "its process lives, and has recorded nothing for much longer than a step takes"),
+    "preempted": ("was stopped", ""),
+    "diverged": ("has diverged", ""),
+    "failed": ("has failed", ""),
+    "broken": ("cannot be read", "its files cannot be read"),
 }
 _BY_NEED = ("running", "silent", "killed", "preempted", "waiting")
 _COLUMNS = ("run", "state", "step", "loss", "val loss", "tokens/s", "memory", "time left", "last record")
@@ -88,7 +84,7 @@ def _row(name: str, runs: Sequence[Run], link: str) -> list[str]:
 def _why(run: Run) -> Markup:
     """The recorded reason of an end that was not planned, or what to do."""
     texts = [run.reason if run.status in ("failed", "diverged", "preempted", "broken") else ""]
-    texts.append(_WORDS.get(run.status, ""))
+    texts.append(_STATES.get(run.status, ("", ""))[1])
     text = "; ".join(filter(None, texts))
     return Markup('<div class="why muted">{}</div>').format(text) if text else Markup()
 
@@ -114,7 +110,7 @@ def _count(states: Sequence[str], left: float | None) -> str:
     counts = [f"{states.count(state)} {state}" for state in dict.fromkeys(states)]
     text = f"{len(states)} runs: {', '.join(counts)}."
     if len(states) == 1:
-        text = f"The run {_ENDS.get(states[0], f'is {states[0]}')}."
+        text = f"The run {_STATES.get(states[0], (f'is {states[0]}',))[0]}."
     return (
         text if left is None else f"{text} About {human_duration(left)} left at the pace of the last steps."
     )

@@ -87,10 +87,10 @@ def runs_of(one: Subject) -> list[Run]:
     """Each run of a subject as far as it is; those that are only planned wait."""
     if one.planned is None:
         return [look_at(path) for path in one.paths]
-    rows = {(row.arm, row.seed, row.rung): row for row in rows_of(one)}
+    rows = {row.key: row for row in rows_of(one)}
     found = []
     for run in one.planned.runs:
-        path, row = one.folder / run.name, rows.get((run.arm, run.seed, run.rung))
+        path, row = one.folder / run.name, rows.get(run.key)
         planned = Run(run.name, path, {"training": {"steps": run.steps}})
         if path.is_dir() and any(path.iterdir()):
             planned = look_at(path)

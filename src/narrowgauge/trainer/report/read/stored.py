@@ -124,6 +124,11 @@ class PlannedRun(BaseModel):
     steps: int
     tokens: int  # the number of tokens processed by its end
 
+    @property
+    def key(self) -> tuple[str, int, int]:
+        """Its arm, seed and rung."""
+        return self.arm, self.seed, self.rung
+
 
 class PlannedComparison(BaseModel):
     """A comparison as it was started."""

@@ -56,6 +56,11 @@ class Row:
     bf16_loss: float
     status: str
 
+    @property
+    def key(self) -> tuple[str, int, int]:
+        """Its arm, seed and rung."""
+        return self.arm, self.seed, self.rung
+
     def loss(self, which: str) -> float:
         """The loss called "own" or "bf16"."""
         return self.own_loss if which == "own" else self.bf16_loss
