@@ -96,14 +96,15 @@ def _prediction(cells: Sequence[str], line: str) -> Prediction:
 
 def gaps_of(prediction: Prediction, rows: Sequence[Row]) -> list[float]:
     """The predicted gap of each seed that has all of the runs."""
-    by_key = {(r.arm, r.seed, r.rung): r for r in rows if r.status != DIVERGED}
+    by_key = {row.key: row for row in rows if row.status != DIVERGED}
 
     def gap(seed: int, rung: int) -> float:
         arm = by_key.get((prediction.arm, seed, rung))
         base = by_key.get((prediction.against, seed, rung))
         if arm is None or base is None:
             return math.nan
-        return gap_percent(arm.loss(prediction.loss), base.loss(prediction.loss))
+        own, reference = (getattr(row, f"{prediction.loss}_loss") for row in (arm, base))
+        return gap_percent(own, reference)
 
     seeds = sorted({row.seed for row in rows})
     gaps = [

@@ -61,10 +61,6 @@ class Row:
         """Its arm, seed and rung."""
         return self.arm, self.seed, self.rung
 
-    def loss(self, which: str) -> float:
-        """The loss called "own" or "bf16"."""
-        return self.own_loss if which == "own" else self.bf16_loss
-
 
 def rows_text(rows: Sequence[Row]) -> str:
     """The rows as the text of a CSV."""
