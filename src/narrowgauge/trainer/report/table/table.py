@@ -65,7 +65,7 @@ def table_rows(runs: Sequence[Run], found: Sequence[Verdict] = ()) -> list[dict[
             cells = {"gap": _gap(members[0], partners, one.by_validation)}
         cells["run"] = Cell(members[0].name if len(members) == 1 else one.name, str(number))
         cells |= _figures(members) if members else {"tokens": human_count(one.tokens)}
-        cells |= _verdict_cells(one, found[0]) if len(found) > 1 else {"seeds": _count(one)}
+        cells |= _verdict_cells(one, found[0], cells) if len(found) > 1 else {"seeds": _count(one)}
         rows.append(cells)
         for seed, run in one.runs.items() if len(members) > 1 else ():
             cells = {"run": Cell(run.name, SEED), "seeds": f"seed {seed}"} | _figures([run])
@@ -125,31 +125,29 @@ def mean_loss(runs: Sequence[Run], kind: str) -> str:
     return format_loss(sum(found) / len(found) if found else None) + spread
 
 
-def _verdict_cells(v: Verdict, reference: Verdict) -> dict[str, str]:
+def _verdict_cells(v: Verdict, reference: Verdict, figures: Mapping[str, str]) -> dict[str, str]:
     """The cells of a variant's verdict, and its ratios to the reference."""
-    cells = {"seeds": _count(v), "verdict": verdict_text(v)}
+    may_change = not (v.is_done or v.has_failed or v.is_reference)
+    cells = {"seeds": _count(v), "verdict": v.conclusion + " (unfinished)" * may_change}
     if v.is_reference:
         return cells | {"gap": "reference"}
     extra = sum(v.extra) / len(v.extra) if v.extra else math.nan
     forward = sum(v.bf16_gaps) / len(v.bf16_gaps) if v.bf16_gaps else math.nan
     cells |= {"95 % interval": ends(v.at_once), "bf16 forward": percent(forward)}
     cells["extra tokens"] = percent(extra, 1)
-    if v.tokens_per_s is not None and reference.tokens_per_s:
-        ratio = v.tokens_per_s / reference.tokens_per_s
-        cells["tokens/s"] = f"{_speed(v.tokens_per_s, v.arithmetic)} ({ratio:.2f}x)"
-    if v.memory_bytes is not None and reference.memory_bytes:
-        cells["memory"] = f"{human_bytes(v.memory_bytes)} ({v.memory_bytes / reference.memory_bytes:.2f}x)"
+    for name, mine, base in (
+        ("tokens/s", v.tokens_per_s, reference.tokens_per_s),
+        ("memory", v.memory_bytes, reference.memory_bytes),
+    ):
+        cells[name] = figures.get(name, NOTHING) + (
+            f" ({mine / base:.2f}x)" if mine is not None and base else ""
+        )
     return cells
 
 
 def _count(v: Verdict) -> str:
     """How many seeds a variant has."""
     return str(len(v.runs) or len(v.gaps)) + (f", {v.diverged} diverged" if v.diverged else "")
-
-
-def verdict_text(v: Verdict) -> str:
-    """The readable verdict, marked if it may still change."""
-    return v.conclusion + ("" if v.is_done or v.has_failed or v.is_reference else " (unfinished)")
 
 
 def format_loss(loss: float | None) -> str:
