@@ -135,13 +135,10 @@ def _verdict_cells(v: Verdict, reference: Verdict, figures: Mapping[str, str]) -
     forward = sum(v.bf16_gaps) / len(v.bf16_gaps) if v.bf16_gaps else math.nan
     cells |= {"95 % interval": ends(v.at_once), "bf16 forward": percent(forward)}
     cells["extra tokens"] = percent(extra, 1)
-    for name, mine, base in (
-        ("tokens/s", v.tokens_per_s, reference.tokens_per_s),
-        ("memory", v.memory_bytes, reference.memory_bytes),
-    ):
-        cells[name] = figures.get(name, NOTHING) + (
-            f" ({mine / base:.2f}x)" if mine is not None and base else ""
-        )
+    for name, figure in (("tokens/s", "tokens_per_s"), ("memory", "memory_bytes")):
+        mine, base = getattr(v, figure), getattr(reference, figure)
+        if mine is not None and base:
+            cells[name] = f"{figures[name]} ({mine / base:.2f}x)"
     return cells
 
 
