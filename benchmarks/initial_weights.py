@@ -24,7 +24,7 @@ from typing import Any
 from rich.console import Console
 
 import narrowgauge as ng
-from narrowgauge.guard.warmup import spike_ratio
+from narrowgauge.guard.guard import spike_ratio
 
 RULES = {"0.02": 0.02, "by role": 0.0}
 

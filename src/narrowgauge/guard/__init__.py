@@ -1,6 +1,5 @@
 """Is a step taken, and which place broke? The rules, the verdict on a step, and the widened places."""
 
-from narrowgauge.guard.guard import Diverged, Guard, GuardVerdict
-from narrowgauge.guard.rules import GuardRules
+from narrowgauge.guard.guard import Diverged, Guard, GuardRules, GuardVerdict
 
 __all__ = ["Diverged", "Guard", "GuardRules", "GuardVerdict"]

@@ -22,15 +22,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from narrowgauge.recipes import GEMM_PLACES, STATE_PLACES
-from narrowgauge.recipes.places import SEEN_BEFORE
+from narrowgauge.recipes.places import RESULTS, SEEN_BEFORE
 
 HALF = 0.5
 BROKEN = 0.01  # the least excess of a broken place
-PRODUCTS = {
-    "fprop.y": ("fprop.x", "fprop.w"),
-    "dgrad.dx": ("dgrad.dy", "dgrad.w"),
-    "wgrad.dw": ("wgrad.dy", "wgrad.x"),
-}
+#: The operands of each result.
+PRODUCTS = dict(zip(RESULTS, zip(GEMM_PLACES[::2], GEMM_PLACES[1::2], strict=True), strict=True))
 
 Line = Mapping[str, Any]  # of `Gauges.lines`
 Key = tuple[str, str]  # layer, place

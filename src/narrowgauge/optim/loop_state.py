@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 
-from narrowgauge.nn import recipe_tensors
-from narrowgauge.nn.convert import stepped_modules
+from narrowgauge.nn.convert import recipe_tensors, stepped_modules
 from narrowgauge.optim.carried_state import require_same_tensors
-from narrowgauge.optim.saved_state import SavedOptimizer
+from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.quantization import state_of, stored_tensor
 from narrowgauge.system.errors import UserError, checked, require
 
@@ -31,7 +30,7 @@ def state_dict(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None =
     state = recipe_state(model) | {"model": model.state_dict()}
     if optimizer is None:
         return state
-    if isinstance(optimizer, SavedOptimizer):  # the recipe's state is in `recipe_state`
+    if isinstance(optimizer, Optimizer):  # the recipe's state is in `recipe_state`
         return state | {"optimizer": optimizer.own_state_dict()}
     return state | {"optimizer": optimizer.state_dict()}
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from narrowgauge.guard.warmup import spike_ratio
+from narrowgauge.guard.guard import spike_ratio
 from narrowgauge.system.errors import UserError
 
 MOST_READINGS = 20_000  # lines of gauges.jsonl to keep; a page shows fewer
@@ -186,7 +186,7 @@ def finite(steps: Sequence[Step], name: str) -> list[float]:
 
 
 def warmup_spikes(steps: Sequence[Step]) -> list[float]:
-    """The spikes among the gradient norms of a run while its learning rate rises (`guard.warmup`), each as a
+    """The spikes among the gradient norms of a run while its learning rate rises (`spike_ratio`), each as a
     multiple of the median before it.
     """
     peak = max((step.lr for step in steps if math.isfinite(step.lr)), default=math.inf)

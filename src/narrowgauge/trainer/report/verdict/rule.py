@@ -113,7 +113,7 @@ _OWN_KIND = 3.0
 _CHANCE_OF_OWN = 0.01  # that luck excludes an arm from the pool
 
 #: Paired standard deviation of the gap in percent, by the most tokens per parameter for which it applies, of
-#: runs whose warm-up spikes (`guard.warmup`).
+#: runs whose warm-up spikes (`spike_ratio`).
 KNOWN = (
     (0.5, 0.5, "experiments/LOG.md: 5 M parameters, 0.2 tokens each"),
     (3.0, 0.9, "docs/evidence.md, seven arms: 0.89 and 0.97 % at 0.85 M parameters, 1.0 and 1.9 tokens each"),

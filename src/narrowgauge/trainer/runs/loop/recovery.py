@@ -62,7 +62,7 @@ def recover(context: RunContext, trainer: Trainer, loss: float, norm: float) -> 
         if (target := _target(context, step)) is not None:
             _roll_back(context, trainer, guard, step, target, {"loss": loss, "grad_norm": norm})
             return True
-        verdict = guard.cannot_roll_back(verdict)
+        verdict = guard.skip(verdict)
     if verdict.action != "take":
         _record_verdict(context, trainer, verdict)
         guard.require_patience(verdict, step, str(trainer.first_bad or ""))
@@ -108,7 +108,7 @@ def _raise(context: RunContext, trainer: Trainer, before: Guard, step: int) -> G
     set_raised(context, trainer, [*trainer.guard.raised, new])
     back = "" if target is None else f"; back to step {trainer.step}"
     context.display.log(f"step {step}: {verdict.reason}; {broken}, which becomes {new.to}{back}")
-    return verdict if target is not None else before.cannot_roll_back(verdict)
+    return verdict if target is not None else before.skip(verdict)
 
 
 def _go_further_back(context: RunContext, trainer: Trainer, before: Guard, step: int) -> bool:

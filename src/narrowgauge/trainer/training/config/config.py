@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from narrowgauge.distributed import ParallelDims
-from narrowgauge.guard.widening import require_raising
+from narrowgauge.guard.raises import Raise, require_raising
 from narrowgauge.optim import decay_start, learning_rate
 from narrowgauge.recipes import BACKENDS, GROUPS, KEYS, Recipe, recipe
 from narrowgauge.system.errors import UserError, nearest, require, unknown
@@ -45,7 +45,6 @@ from narrowgauge.trainer.training.config.synonyms import Key, outside, unknown_k
 from narrowgauge.trainer.training.outline import require_layers
 
 if TYPE_CHECKING:
-    from narrowgauge.guard.raises import Raise
     from narrowgauge.trainer.distributed import ModelSpec
 
 
@@ -116,7 +115,7 @@ class Config(Section):
         words = f"the warm-up of {warmup} steps is longer than the run of {steps}: the rate stays below lr"
         return f"{words}; set --schedule.warmup_steps" if warmup > steps else ""
 
-    def in_force(self, raises: "Sequence[Raise]", step: int) -> "Config":
+    def in_force(self, raises: Sequence[Raise], step: int) -> "Config":
         """The configuration with the recipe in effect after `step` steps."""
         recipe = self.spec.recipe.with_rules([r.rule(self.spec.recipe) for r in raises])
         return self.with_recipe(recipe.at_rest(step + 1, self.training.steps, self.decay_start))
@@ -191,7 +190,7 @@ def make_config(values: Mapping[str, Mapping[str, Any]]) -> Config:
         )
     require_layers(config.spec.recipe, model)
     if config.guard.spike == "raise":
-        require_raising(config.spec.recipe, config.guard.rules(), config.gauges.every)
+        require_raising(config.spec.recipe, config.guard.raise_to, config.gauges.every)
     if config.data.sequence_length > model.max_sequence_length:
         raise UserError(
             f"data.sequence_length = {config.data.sequence_length} is longer than the model's "

@@ -21,8 +21,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
-from narrowgauge.guard import GuardRules
-from narrowgauge.guard.rules import Spike
+from narrowgauge.guard.guard import GuardRules, Spike
 from narrowgauge.optim import ScheduleKind
 from narrowgauge.quantization import is_cast_table
 from narrowgauge.recipes import BACKENDS, GROUPS
