@@ -117,18 +117,23 @@ def narrow_linear(cfg: Any, *, recipe: RecipeLike, keep: list[str] | None = None
     """
     with torch.device("meta"):
         model = convert(cfg.build(), recipe, keep or ())
-    places = {name: (config, *place) for name, config, *place in cfg.traverse(TitanLinear.Config)}
+    found = cfg.traverse(TitanLinear.Config)
+    stock = {name: place for name, *place in found if type(place[0]) is TitanLinear.Config}
     layers = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
-    is_stock = {name: name in places and type(places[name][0]) is TitanLinear.Config for name in layers}
     for name, layer in layers.items():
-        _require_plain(layer)
-        if layer.recipe.is_narrow and not is_stock[name]:
+        if layer.state_at_rest is not None:
+            raise UserError(
+                f"recipe {layer.model_recipe.name!r} keeps weights or gradients in low precision, which "
+                "torchtitan's FSDP and optimizers do not support: take a recipe whose weights and gradients "
+                "are fp32 (fp8, mxfp8, nvfp4, coat and others), or narrowgauge.fully_shard in a custom loop"
+            )
+        if layer.recipe.is_narrow and name not in stock:
             raise UserError(
                 f"layer {name!r} has a custom forward pass in torchtitan, which a recipe cannot take "
                 f'over: keep it wide with "keep": [{name!r}], or leave out what put it there'
             )
-    for name in (name for name in layers if is_stock[name]):
-        config, parent, attribute = places[name]
+    for name in (name for name in layers if name in stock):
+        config, parent, attribute = stock[name]
         layer = layers[name]
         narrow = LayerRecipe(layer.recipe, layer.model_recipe, layer.index)
         new = derive(config, NarrowLinear.Config, narrow=narrow)
@@ -137,16 +142,6 @@ def narrow_linear(cfg: Any, *, recipe: RecipeLike, keep: list[str] | None = None
         else:
             setattr(parent, attribute, new)
     return cfg
-
-
-def _require_plain(layer: Linear) -> None:
-    """Refuse state that torchtitan's FSDP and optimizers would ignore."""
-    if layer.state_at_rest is not None:
-        raise UserError(
-            f"recipe {layer.model_recipe.name!r} keeps weights or gradients in low precision, which "
-            "torchtitan's FSDP and optimizers do not support: take a recipe whose weights and gradients "
-            "are fp32 (fp8, mxfp8, nvfp4, coat and others), or narrowgauge.fully_shard in a custom loop"
-        )
 
 
 class NarrowConverter(QuantizationConverter):  # type: ignore[misc, unused-ignore]

@@ -14,11 +14,11 @@ The arguments that `trainer_kwargs` returns:
 
 import inspect
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
 
 from narrowgauge.distributed import prepare_ddp
@@ -76,7 +76,8 @@ class TrainerAdamW(AdamW):
     """`narrowgauge.AdamW`, whose state dict also tells whether the trainer has loaded the model's weights.
 
     A trainer loads them before the state of its optimizer, which holds everything else that affects the
-    trajectory.
+    trajectory. transformers 5 writes the experts of Mixtral under the names of older releases; when its
+    `Trainer` resumes it skips them with only a warning.
     """
 
     model: torch.nn.Module
@@ -108,11 +109,20 @@ class TrainerAdamW(AdamW):
                 "with the optimizer that it was saved with, or start from its weights without resuming"
             )
         super().load_state_dict(state_dict)
-        _require_weights(self.model, state_dict[WEIGHTS])
+        found = _bit_sums(self.model)
+        others = [name for name, total in state_dict[WEIGHTS].items() if found.get(name, total) != total]
+        if others:
+            raise UserError(
+                f"{len(others)} parameters, such as {others[0]!r}, are not those that the checkpoint was "
+                "saved with: the trainer has not read them back; make the model with "
+                "from_pretrained(CHECKPOINT), and resume then"
+            )
 
 
 class NarrowTrainerCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
     """Sets a converted model's step, guards the update, and logs quantization figures.
+
+    A trainer gives each event its `TrainingArguments`, `TrainerState` and `TrainerControl`.
 
     Attributes:
         guard: Skips steps whose gradients are not finite.
@@ -138,9 +148,7 @@ class NarrowTrainerCallback(TrainerCallback):  # type: ignore[misc, unused-ignor
         self.micro_batch = 0  # index within the step
         self.gauges: Gauges | None = None
 
-    def on_init_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Refuse setups that would train wrongly, and let DDP sum low-precision gradients."""
         _require_whole_model(args)
         if self.optimizer is not None:
@@ -148,15 +156,11 @@ class NarrowTrainerCallback(TrainerCallback):  # type: ignore[misc, unused-ignor
         if args.world_size > 1:
             prepare_ddp(kwargs["model"])
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Register for logs before the reporters, which the trainer calls first."""
         _call_first(self)
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Set the step, before its first micro-batch."""
         self.micro_batch = 0
         if self.gauges_every and (state.global_step + 1) % self.gauges_every == 0:
@@ -164,16 +168,12 @@ class NarrowTrainerCallback(TrainerCallback):  # type: ignore[misc, unused-ignor
             self.gauges = make_gauges(model, optimizer, {p: name for name, p in model.named_parameters()})
         self._begin_micro_batch(args, state, kwargs["model"])
 
-    def on_substep_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Advance to the next micro-batch of a step."""
         self.micro_batch += 1
         self._begin_micro_batch(args, state, kwargs["model"])
 
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> TrainerControl:
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Judge the gradients, which may have been clipped; without gradients the update changes nothing.
 
         Raises:
@@ -192,18 +192,14 @@ class NarrowTrainerCallback(TrainerCallback):  # type: ignore[misc, unused-ignor
             control.should_log = True
         return control
 
-    def on_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Read the gauges of the update's results."""
         if self.gauges is not None:
             self.gauges.after_step()
             self.entries |= means(self.gauges.lines(state.global_step + 1), PREFIX)
             self.gauges = None
 
-    def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Add the figures since the last log to the trainer's entry."""
         logs = kwargs.get("logs") or {}
         if {"loss", "train_loss"}.isdisjoint(logs):
@@ -213,9 +209,7 @@ class NarrowTrainerCallback(TrainerCallback):  # type: ignore[misc, unused-ignor
         logs.update(entries)
         state.log_history[-1].update(entries)
 
-    def _begin_micro_batch(
-        self, args: TrainingArguments, state: TrainerState, model: torch.nn.Module
-    ) -> None:
+    def _begin_micro_batch(self, args: Any, state: Any, model: torch.nn.Module) -> None:
         index = self.micro_batch * args.world_size + args.process_index
         first_sample = index * args.per_device_train_batch_size
         set_step(model, self.seed, state.global_step + 1, first_sample, state.max_steps, self.decay_step)
@@ -244,21 +238,6 @@ def _bit_sums(model: torch.nn.Module) -> dict[str, int]:
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     sums = {name: p.detach().view(integers[p.element_size()]).sum() for name, p in model.named_parameters()}
     return {name: int(total) for name, total in sums.items()}
-
-
-def _require_weights(model: torch.nn.Module, saved: Mapping[str, int]) -> None:
-    """Refuse to continue with weights that the trainer did not load.
-
-    transformers 5 writes the experts of Mixtral under the names of older releases; when its `Trainer` resumes
-    it skips them with only a warning.
-    """
-    found = _bit_sums(model)
-    if others := [name for name, total in saved.items() if found.get(name, total) != total]:
-        raise UserError(
-            f"{len(others)} parameters, such as {others[0]!r}, are not those that the checkpoint was saved "
-            "with: the trainer has not read them back; make the model with from_pretrained(CHECKPOINT), and "
-            "resume then"
-        )
 
 
 def _own(optimizer: torch.optim.Optimizer) -> Optimizer:
