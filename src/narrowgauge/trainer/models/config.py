@@ -103,14 +103,12 @@ class ModelConfig:
 
     def _require_heads_fit(self) -> None:
         if self.heads % self.kv_heads:
+            divisors = [n for n in range(1, self.heads + 1) if self.heads % n == 0]
             raise UserError(
                 f"model.heads = {self.heads} must be a multiple of model.kv_heads = {self.kv_heads}, as each "
-                f"key-value head serves equally many query heads; use kv_heads = {self._nearest_kv_heads()}"
+                "key-value head serves equally many query heads; use kv_heads = "
+                f"{min(divisors, key=lambda n: abs(n - self.kv_heads))}"
             )
-
-    def _nearest_kv_heads(self) -> int:
-        divisors = [n for n in range(1, self.heads + 1) if self.heads % n == 0]
-        return min(divisors, key=lambda n: abs(n - self.kv_heads))
 
     def _require_rope_fits(self) -> None:
         if self.positions != "rope":

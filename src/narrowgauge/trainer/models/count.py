@@ -17,15 +17,13 @@ def count_parameters(config: ModelConfig, active: bool = False) -> int:
     untied_head = 0 if config.tied_head else V * D
     norms = (2 * config.layers + 1) * D * (2 if config.norm == "layer" and config.bias else 1)
     head_norms = 2 * config.head_dim if config.qk_norm else 0
-    blocks = config.layers * (
-        _block_matmul_parameters(config, active) + _block_biases(config, active) + head_norms
-    )
+    blocks = config.layers * (sum(_block(config, active)) + head_norms)
     return V * D + positions + untied_head + norms + blocks
 
 
 def count_block_weights(config: ModelConfig) -> int:
     """The number of weights in linear layers of blocks that a token uses: no embedding, head or norms."""
-    return config.layers * _block_matmul_parameters(config, active=True)
+    return config.layers * _block(config, active=True)[0]
 
 
 def flops_per_token(config: ModelConfig, sequence_length: int) -> int:
@@ -45,22 +43,11 @@ def flops_per_token(config: ModelConfig, sequence_length: int) -> int:
     return 6 * matmul_parameters + attention
 
 
-def _block_matmul_parameters(config: ModelConfig, active: bool) -> int:
-    """Weights of qkv, attention_out, router, up or gate_up, and down in one block."""
+def _block(config: ModelConfig, active: bool) -> tuple[int, int]:
+    """The weights of qkv, attention_out, router, up or gate_up, and down in one block, and their biases."""
     D, N, K, H, F = config.dim, config.heads, config.kv_heads, config.head_dim, config.ffn_dim
-    attention = D * (N + 2 * K) * H + N * H * D
-    return (
-        attention + config.experts * D + _mlps(config, active) * (3 if config.mlp == "swiglu" else 2) * D * F
-    )
-
-
-def _block_biases(config: ModelConfig, active: bool) -> int:
-    D, N, K, H, F = config.dim, config.heads, config.kv_heads, config.head_dim, config.ffn_dim
-    qkv = (N + 2 * K) * H if config.qkv_bias else 0
-    mlp = (2 if config.mlp == "swiglu" else 1) * F + D
-    return qkv + (D + _mlps(config, active) * mlp if config.bias else 0)
-
-
-def _mlps(config: ModelConfig, active: bool) -> int:
-    """The number of MLPs in a block."""
-    return (config.experts_per_token if active else config.experts) if config.experts else 1
+    mlps = (config.experts_per_token if active else config.experts) if config.experts else 1
+    hidden = (2 if config.mlp == "swiglu" else 1) * F
+    weights = D * (N + 2 * K) * H + N * H * D + config.experts * D + mlps * (hidden + F) * D
+    biases = D + mlps * (hidden + D) if config.bias else 0
+    return weights, biases + ((N + 2 * K) * H if config.qkv_bias else 0)

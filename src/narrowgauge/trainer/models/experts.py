@@ -1,4 +1,6 @@
-"""A mixture of experts: several MLPs instead of one, of which each token passes through a few.
+"""The MLP of a block, down(act(up(x))) with act = gelu, or silu(gate) * up; and a mixture of several.
+
+In a mixture of experts each token passes through a few of the MLPs:
 
     p_ME = softmax(router(x_MD))                     over the experts, in fp32
     w_MA, chosen_MA = the A largest of each token    w / sum(w) if `norm_topk_prob` (Mixtral, Qwen3)
@@ -26,14 +28,36 @@ Legend: B sequences, T tokens, M = B T tokens, D dim, E experts, A experts of a 
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from narrowgauge.kernels.activation import gelu, swiglu
 from narrowgauge.system.torch_compat import is_in_backward
 from narrowgauge.trainer.models.config import ModelConfig
-from narrowgauge.trainer.models.mlp import add_mlp, mlp
+
+Context = Callable[[], AbstractContextManager[None]]
+
+
+def add_mlp(module: nn.Module, config: ModelConfig) -> None:
+    """Add the linear layers of an MLP to a module: `gate_up` (swiglu) or `up` (gelu), and `down`."""
+    D, F = config.dim, config.ffn_dim
+    if config.mlp == "swiglu":
+        module.gate_up = nn.Linear(D, 2 * F, bias=config.bias)
+    else:
+        module.up = nn.Linear(D, F, bias=config.bias)
+    module.down = nn.Linear(F, D, bias=config.bias)
+
+
+def mlp(layers: Any, x: Tensor, around_down: Context = nullcontext) -> Tensor:
+    """[..., D] in and out, by the layers that `add_mlp` gave to a module; the last within a context."""
+    hidden = gelu(layers.up(x)) if hasattr(layers, "up") else swiglu(layers.gate_up(x))
+    with around_down():
+        y: Tensor = layers.down(hidden)
+    return y
 
 
 class Expert(nn.Module):

@@ -53,20 +53,43 @@ def generate(
         UserError: The prompt is empty, an id is outside the vocabulary, a setting is outside its range, or
             the logits are not finite.
     """
-    limit = model.config.max_sequence_length
-    _require_valid(prompt_ids, model.config.vocab_size, max_new_tokens, temperature, top_k, top_p)
-    if not 0 <= seed < 2**63:
-        raise UserError(f"seed = {seed} must lie in 0 to 2^63 - 1")
+    limit, vocab_size = model.config.max_sequence_length, model.config.vocab_size
+    outside = next((i for i in prompt_ids if not 0 <= i < vocab_size), None)
+    rules = (
+        (
+            prompt_ids,
+            "the prompt is empty, but the model continues text; give at least one token, such as "
+            "the tokenizer's end-of-document token",
+        ),
+        (
+            outside is None,
+            f"token id {outside} of the prompt is outside the model's vocabulary of "
+            f"{vocab_size}; use the tokenizer that the model was trained with",
+        ),
+        (max_new_tokens >= 0, f"max_new_tokens = {max_new_tokens} must not be negative; 0 asks for nothing"),
+        (
+            0 <= temperature < float("inf"),
+            f"temperature = {temperature} must be finite and not negative; 0 is greedy, 1 is plain",
+        ),
+        (
+            top_k is None or top_k >= 1,
+            f"top_k = {top_k} must be at least 1; leave it out to draw among all tokens",
+        ),
+        (0 < top_p <= 1, f"top_p = {top_p} must be above 0 and at most 1; 1 draws among all tokens"),
+        (0 <= seed < 2**63, f"seed = {seed} must lie in 0 to 2^63 - 1"),
+    )
+    if broken := [rule for holds, rule in rules if not holds]:
+        raise UserError(broken[0])
     device = model.embedding.weight.device
     generator = torch.Generator("cpu").manual_seed(seed)
     ids = list(prompt_ids)
-    kept: KVCache | None = None
+    kept: list[KVCache] | None = None
     for _ in range(max_new_tokens):
         new = ids[-limit:]
         if not cache or len(ids) > limit:
             kept = None
         elif kept is None:
-            kept = KVCache(model.config, min(limit, len(ids) + max_new_tokens))
+            kept = [KVCache(min(limit, len(ids) + max_new_tokens)) for _ in model.blocks]
         else:
             new = ids[-1:]
         hidden_BTD = model.hidden(torch.tensor([new], device=device), cache=kept)
@@ -95,34 +118,3 @@ def _choose(
         likelier = probabilities.cumsum(0) - probabilities  # the sum before each; 0 for the first
         probabilities = torch.where(likelier < top_p, probabilities, 0.0)
     return int(best.indices[torch.multinomial(probabilities, 1, generator=generator)])
-
-
-def _require_valid(
-    prompt_ids: Sequence[int],
-    vocab_size: int,
-    max_new_tokens: int,
-    temperature: float,
-    top_k: int | None,
-    top_p: float,
-) -> None:
-    if not prompt_ids:
-        raise UserError(
-            "the prompt is empty, but the model continues text; give at least one token, "
-            "such as the tokenizer's end-of-document token"
-        )
-    outside = [i for i in prompt_ids if not 0 <= i < vocab_size]
-    if outside:
-        raise UserError(
-            f"token id {outside[0]} of the prompt is outside the model's vocabulary of {vocab_size}; "
-            f"use the tokenizer that the model was trained with"
-        )
-    if max_new_tokens < 0:
-        raise UserError(f"max_new_tokens = {max_new_tokens} must not be negative; 0 asks for nothing")
-    if not 0 <= temperature < float("inf"):
-        raise UserError(
-            f"temperature = {temperature} must be finite and not negative; 0 is greedy, 1 is plain"
-        )
-    if top_k is not None and top_k < 1:
-        raise UserError(f"top_k = {top_k} must be at least 1; leave it out to draw among all tokens")
-    if not 0 < top_p <= 1:
-        raise UserError(f"top_p = {top_p} must be above 0 and at most 1; 1 draws among all tokens")

@@ -10,10 +10,8 @@ Legend: B sequences, T new tokens, K key-value heads, H head_dim.
 
 from torch import Tensor
 
-from narrowgauge.trainer.models.config import ModelConfig
 
-
-class LayerKVCache:
+class KVCache:
     """The keys and values of one layer; memory is allocated once, for `capacity` tokens."""
 
     def __init__(self, capacity: int) -> None:
@@ -33,15 +31,3 @@ class LayerKVCache:
         self.length = end
         k, v = (kept[:, :, :end] for kept in self._kept)
         return k, v
-
-
-class KVCache:
-    """The keys and values of all layers, for up to `capacity` tokens; empty at first."""
-
-    def __init__(self, config: ModelConfig, capacity: int) -> None:
-        self.layers = [LayerKVCache(capacity) for _ in range(config.layers)]
-
-    @property
-    def length(self) -> int:
-        """Tokens seen so far."""
-        return self.layers[0].length

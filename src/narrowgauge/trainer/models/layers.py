@@ -14,7 +14,7 @@ pairs are fused because they read the same input: one larger GEMM is faster, and
     qkv.weight        rows [ q: N*H | k: K*H | v: K*H ]
     gate_up.weight    rows [ gate: F | up: F ]
 
-The MLP is in `mlp.py`; with `experts` a mixture of several replaces it (`experts.py`). With `qk_norm` q and k
+The MLP, or with `experts` a mixture of several, is in `experts.py`. With `qk_norm` q and k
 pass through a `HeadNorm` before they are rotated. `drop` is dropout, only in training; by default there is
 none.
 
@@ -49,9 +49,8 @@ from narrowgauge.kernels.recompute import last_product
 from narrowgauge.kernels.residual import Residual
 from narrowgauge.system.torch_compat import has_hooks
 from narrowgauge.trainer.models.config import ModelConfig
-from narrowgauge.trainer.models.experts import Experts
-from narrowgauge.trainer.models.kv_cache import LayerKVCache
-from narrowgauge.trainer.models.mlp import add_mlp, mlp
+from narrowgauge.trainer.models.experts import Experts, add_mlp, mlp
+from narrowgauge.trainer.models.kv_cache import KVCache
 from narrowgauge.trainer.models.operators import cos_sin
 
 
@@ -193,7 +192,7 @@ class Block(nn.Module):
         rope: Tensor | None,
         mask: Tensor | None = None,
         *,
-        cache: LayerKVCache | None = None,
+        cache: KVCache | None = None,
         recomputed: Callable[..., Any] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Apply the layer to one sequence or more.
@@ -226,7 +225,7 @@ class Block(nn.Module):
         return self.mlp_residual.pending(x_BTD, y_BTD)
 
     def _attention(
-        self, x_BTD: Tensor, rope: Tensor | None, mask: Tensor | None, cache: LayerKVCache | None
+        self, x_BTD: Tensor, rope: Tensor | None, mask: Tensor | None, cache: KVCache | None
     ) -> Tensor:
         q, k, v = self._heads(x_BTD, rope)
         if cache is not None:

@@ -37,17 +37,15 @@ class Embedding(nn.Embedding):
 
 def cos_sin(angles: Tensor) -> Tensor:
     """The cosines and sines of angles: [2, *angles.shape]."""
-    return _cos_sin(angles) if is_traced() else torch.stack([angles.cos(), angles.sin()])
+    return _traced(angles) if is_traced() else _stacked(angles)
 
 
-@torch.library.custom_op("narrowgauge::cos_sin", mutates_args=())
-def _cos_sin(angles: Tensor) -> Tensor:
+def _stacked(angles: Tensor) -> Tensor:
     return torch.stack([angles.cos(), angles.sin()])
 
 
-@_cos_sin.register_fake
-def _(angles: Tensor) -> Tensor:
-    return angles.new_empty(2, *angles.shape)
+_traced = torch.library.custom_op("narrowgauge::cos_sin", _stacked, mutates_args=())
+_traced.register_fake(lambda angles: angles.new_empty(2, *angles.shape))
 
 
 @torch.library.custom_op("narrowgauge::lookup", mutates_args=())
@@ -55,9 +53,7 @@ def _lookup(weight_VD: Tensor, ids: Tensor) -> Tensor:
     return functional.embedding(ids, weight_VD)
 
 
-@_lookup.register_fake
-def _(weight_VD: Tensor, ids: Tensor) -> Tensor:
-    return weight_VD.new_empty(*ids.shape, weight_VD.shape[1])
+_lookup.register_fake(lambda weight_VD, ids: weight_VD.new_empty(*ids.shape, weight_VD.shape[1]))
 
 
 @torch.library.custom_op("narrowgauge::lookup_gradient", mutates_args=())
@@ -65,9 +61,7 @@ def _lookup_gradient(dy: Tensor, ids: Tensor, rows: int) -> Tensor:
     return torch.ops.aten.embedding_dense_backward(dy, ids, rows, -1, False)
 
 
-@_lookup_gradient.register_fake
-def _(dy: Tensor, ids: Tensor, rows: int) -> Tensor:
-    return dy.new_empty(rows, dy.shape[-1])
+_lookup_gradient.register_fake(lambda dy, ids, rows: dy.new_empty(rows, dy.shape[-1]))
 
 
 def _keep_ids(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]

@@ -16,107 +16,63 @@ recipe fits. The others are published models, with their published dimensions:
 `tests/models/test_count.py` compares the parameter count of each with the published one.
 """
 
+from collections.abc import Mapping
 from dataclasses import MISSING, fields, replace
 from typing import Any
 
 from narrowgauge.system.errors import UserError, unknown
 from narrowgauge.trainer.models.config import ModelConfig
 
+
+def _model(
+    family: Mapping[str, Any], dim: int, layers: int, heads: int, kv_heads: int, ffn_dim: int, **others: Any
+) -> dict[str, Any]:
+    """What a family has in common, a model's dimensions (`kv_heads` 0: as many as heads), and other keys."""
+    dimensions = {"dim": dim, "layers": layers, "heads": heads, "kv_heads": kv_heads, "ffn_dim": ffn_dim}
+    return {**family, **dimensions, **others}
+
+
 # `initializer_range` in the `config.json` of every published model below except GPT-3.
-_STD = 0.02
-
-_GPT2 = {
-    "vocab_size": 50257,
-    "max_sequence_length": 1024,
-    "positions": "learned",
-    "norm": "layer",
-    "mlp": "gelu",
-    "bias": True,
-    "tied_head": True,
-    "initial_std": _STD,
-}
+_STD = {"initial_std": 0.02}
+_GPT2 = _STD | {"vocab_size": 50257, "max_sequence_length": 1024, "positions": "learned", "norm": "layer"}
+_GPT2 |= {"mlp": "gelu", "bias": True, "tied_head": True}
 _GPT3 = _GPT2 | {"max_sequence_length": 2048}
-_LLAMA3 = {
-    "vocab_size": 128256,
-    "max_sequence_length": 131072,
-    "rope_theta": 500_000.0,
-    "rope_original_positions": 8192,
-    "initial_std": _STD,
-}
+_LLAMA2 = _STD | {"vocab_size": 32000, "max_sequence_length": 2048}
+_LLAMA3 = _STD | {"vocab_size": 128256, "max_sequence_length": 131072, "rope_theta": 500_000.0}
+_LLAMA3 |= {"rope_original_positions": 8192, "rope_factor": 8.0}
+_LLAMA3_SMALL = _LLAMA3 | {"rope_factor": 32.0, "tied_head": True}
+_QWEN = _STD | {"vocab_size": 151936, "max_sequence_length": 32768, "rope_theta": 1_000_000.0}
+_QWEN |= {"norm_eps": 1e-6}
+_QWEN2 = _QWEN | {"qkv_bias": True}
+_QWEN2_SMALL = _QWEN2 | {"tied_head": True}
+_MIXTRAL = _LLAMA2 | {"max_sequence_length": 32768, "rope_theta": 1_000_000.0, "experts": 8}
+_QWEN3_MOE = _QWEN | {"qk_norm": True, "head_dim": 128, "experts": 128, "experts_per_token": 8}
+_DEBUG = {"vocab_size": 4096, "max_sequence_length": 1024}
 
-_QWEN2 = {
-    "vocab_size": 151936,
-    "max_sequence_length": 32768,
-    "rope_theta": 1_000_000.0,
-    "norm_eps": 1e-6,
-    "qkv_bias": True,
-    "initial_std": _STD,
-}
-
-SIZES: dict[str, dict[str, Any]] = {
-    "debug": {
-        "dim": 256,
-        "layers": 4,
-        "heads": 4,
-        "kv_heads": 2,
-        "ffn_dim": 768,
-        "vocab_size": 4096,
-        "max_sequence_length": 1024,
-    },
-    "ladder-1m": {
-        "dim": 128,
-        "layers": 4,
-        "heads": 4,
-        "ffn_dim": 384,
-        "vocab_size": 2048,
-        "max_sequence_length": 1024,
-        "tied_head": True,
-    },
-    "gpt2-debug": _GPT2
-    | {"dim": 256, "layers": 4, "heads": 4, "ffn_dim": 1024, "vocab_size": 4096, "initial_std": 0.0},
-    "gpt2-124m": _GPT2 | {"dim": 768, "layers": 12, "heads": 12, "ffn_dim": 3072},
-    "gpt2-350m": _GPT2 | {"dim": 1024, "layers": 24, "heads": 16, "ffn_dim": 4096},
-    "gpt2-774m": _GPT2 | {"dim": 1280, "layers": 36, "heads": 20, "ffn_dim": 5120},
-    "gpt2-1558m": _GPT2 | {"dim": 1600, "layers": 48, "heads": 25, "ffn_dim": 6400},
-    "gpt3-345m": _GPT3
-    | {"dim": 1024, "layers": 24, "heads": 16, "ffn_dim": 4096, "max_sequence_length": 1024},
-    "gpt3-6.7b": _GPT3 | {"dim": 4096, "layers": 32, "heads": 32, "ffn_dim": 16384, "initial_std": 0.0099},
-    "gpt3-13b": _GPT3 | {"dim": 5120, "layers": 40, "heads": 40, "ffn_dim": 20480, "initial_std": 0.0099},
-    "llama3-1b": _LLAMA3
-    | {"dim": 2048, "layers": 16, "heads": 32, "kv_heads": 8, "ffn_dim": 8192}
-    | {"rope_factor": 32.0, "tied_head": True},
-    "llama3-3b": _LLAMA3
-    | {"dim": 3072, "layers": 28, "heads": 24, "kv_heads": 8, "ffn_dim": 8192}
-    | {"rope_factor": 32.0, "tied_head": True},
-    "llama3-8b": _LLAMA3
-    | {"dim": 4096, "layers": 32, "heads": 32, "kv_heads": 8, "ffn_dim": 14336}
-    | {"rope_factor": 8.0},
-    "llama3-70b": _LLAMA3
-    | {"dim": 8192, "layers": 80, "heads": 64, "kv_heads": 8, "ffn_dim": 28672}
-    | {"rope_factor": 8.0},
-    "llama3-405b": _LLAMA3
-    | {"dim": 16384, "layers": 126, "heads": 128, "kv_heads": 8, "ffn_dim": 53248}
-    | {"rope_factor": 8.0},
-    "qwen2.5-0.5b": _QWEN2
-    | {"dim": 896, "layers": 24, "heads": 14, "kv_heads": 2, "ffn_dim": 4864, "tied_head": True},
-    "qwen2.5-1.5b": _QWEN2
-    | {"dim": 1536, "layers": 28, "heads": 12, "kv_heads": 2, "ffn_dim": 8960, "tied_head": True}
-    | {"max_sequence_length": 131072},
-    "qwen2.5-3b": _QWEN2
-    | {"dim": 2048, "layers": 36, "heads": 16, "kv_heads": 2, "ffn_dim": 11008, "tied_head": True},
-    "qwen2.5-7b": _QWEN2
-    | {"dim": 3584, "layers": 28, "heads": 28, "kv_heads": 4, "ffn_dim": 18944, "vocab_size": 152064}
-    | {"max_sequence_length": 131072},
-    "tinyllama-1.1b": {"dim": 2048, "layers": 22, "heads": 32, "kv_heads": 4, "ffn_dim": 5632}
-    | {"vocab_size": 32000, "max_sequence_length": 2048, "initial_std": _STD},
-    "moe-debug": {"dim": 256, "layers": 4, "heads": 4, "kv_heads": 2, "ffn_dim": 256, "experts": 8}
-    | {"vocab_size": 4096, "max_sequence_length": 1024},
-    "mixtral-8x7b": {"dim": 4096, "layers": 32, "heads": 32, "kv_heads": 8, "ffn_dim": 14336}
-    | {"vocab_size": 32000, "max_sequence_length": 32768, "rope_theta": 1_000_000.0, "experts": 8}
-    | {"initial_std": _STD},
-    "qwen3-30b-a3b": {"dim": 2048, "layers": 48, "heads": 32, "kv_heads": 4, "head_dim": 128}
-    | {"ffn_dim": 768, "experts": 128, "experts_per_token": 8, "qk_norm": True, "norm_eps": 1e-6}
-    | {"vocab_size": 151936, "max_sequence_length": 32768, "rope_theta": 1_000_000.0, "initial_std": _STD},
+SIZES: dict[str, dict[str, Any]] = {  # a family, then dim, layers, heads, kv_heads and ffn_dim
+    "debug": _model(_DEBUG, 256, 4, 4, 2, 768),
+    "ladder-1m": _model(_DEBUG, 128, 4, 4, 0, 384, vocab_size=2048, tied_head=True),
+    "gpt2-debug": _model(_GPT2, 256, 4, 4, 0, 1024, vocab_size=4096, initial_std=0.0),
+    "gpt2-124m": _model(_GPT2, 768, 12, 12, 0, 3072),
+    "gpt2-350m": _model(_GPT2, 1024, 24, 16, 0, 4096),
+    "gpt2-774m": _model(_GPT2, 1280, 36, 20, 0, 5120),
+    "gpt2-1558m": _model(_GPT2, 1600, 48, 25, 0, 6400),
+    "gpt3-345m": _model(_GPT3, 1024, 24, 16, 0, 4096, max_sequence_length=1024),
+    "gpt3-6.7b": _model(_GPT3, 4096, 32, 32, 0, 16384, initial_std=0.0099),
+    "gpt3-13b": _model(_GPT3, 5120, 40, 40, 0, 20480, initial_std=0.0099),
+    "llama3-1b": _model(_LLAMA3_SMALL, 2048, 16, 32, 8, 8192),
+    "llama3-3b": _model(_LLAMA3_SMALL, 3072, 28, 24, 8, 8192),
+    "llama3-8b": _model(_LLAMA3, 4096, 32, 32, 8, 14336),
+    "llama3-70b": _model(_LLAMA3, 8192, 80, 64, 8, 28672),
+    "llama3-405b": _model(_LLAMA3, 16384, 126, 128, 8, 53248),
+    "qwen2.5-0.5b": _model(_QWEN2_SMALL, 896, 24, 14, 2, 4864),
+    "qwen2.5-1.5b": _model(_QWEN2_SMALL, 1536, 28, 12, 2, 8960, max_sequence_length=131072),
+    "qwen2.5-3b": _model(_QWEN2_SMALL, 2048, 36, 16, 2, 11008),
+    "qwen2.5-7b": _model(_QWEN2, 3584, 28, 28, 4, 18944, vocab_size=152064, max_sequence_length=131072),
+    "tinyllama-1.1b": _model(_LLAMA2, 2048, 22, 32, 4, 5632),
+    "moe-debug": _model(_DEBUG, 256, 4, 4, 2, 256, experts=8),
+    "mixtral-8x7b": _model(_MIXTRAL, 4096, 32, 32, 8, 14336),
+    "qwen3-30b-a3b": _model(_QWEN3_MOE, 2048, 48, 32, 4, 768),
 }
 
 #: The name of a model that is not listed: its configuration sets all dimensions.

@@ -17,7 +17,7 @@ may also be replaced.
 Legend: B sequences, T tokens, D dim, V vocabulary.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -99,7 +99,7 @@ class Transformer(nn.Module):
             self.head.weight = self.embedding.weight
 
     def hidden(
-        self, x_BT: Tensor, position_BT: Tensor | None = None, *, cache: KVCache | None = None
+        self, x_BT: Tensor, position_BT: Tensor | None = None, *, cache: Sequence[KVCache] | None = None
     ) -> Tensor:
         """Token ids (int64) -> the head's input: [B, T, D] in `compute_dtype`.
 
@@ -107,12 +107,12 @@ class Transformer(nn.Module):
             x_BT: The ids; with a `cache`, the ids of the tokens after the ones that the cache holds.
             position_BT: The position of each token in its document, which keeps documents separate: each is
                 computed as if it stood alone at the start of a sequence.
-            cache: Keys and values of earlier tokens; not together with `position_BT`.
+            cache: Keys and values of earlier tokens, of each block; not together with `position_BT`.
 
         Raises:
             UserError: The sequence is longer than `max_sequence_length`.
         """
-        start = 0 if cache is None else cache.length
+        start = 0 if cache is None else cache[0].length
         end = start + x_BT.shape[1]
         if end > self.config.max_sequence_length:
             raise UserError(
@@ -143,7 +143,7 @@ class Transformer(nn.Module):
         start: int,
         end: int,
         position_BT: Tensor | None = None,
-        cache: KVCache | None = None,
+        cache: Sequence[KVCache] | None = None,
         blocks: Iterable[BlockCall] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """The residual stream of tokens `start` to `end` after some or all blocks.
@@ -167,7 +167,7 @@ class Transformer(nn.Module):
                 x_BTD = total(x_BTD, delta_BTD)  # the sum is kept, not its two terms
                 x_BTD, delta_BTD = _recomputed(block, x_BTD, None, rope, mask)
             else:
-                of_block = None if cache is None else cache.layers[number]
+                of_block = None if cache is None else cache[number]
                 x_BTD, delta_BTD = block(x_BTD, delta_BTD, rope, mask, cache=of_block)
         return x_BTD, delta_BTD
 
