@@ -62,7 +62,7 @@ class Checkpointer:
                 trainer.save(self.directory.checkpoints, run_id, self.coordinator.control)
                 self._succeeded(trainer.step)
             return
-        directory, keep = self.directory.checkpoints, trainer.keep
+        directory, keep = self.directory.checkpoints, trainer.config.checkpoint.keep
         with self._recording_failure(trainer.step, must):
             local_tensors, state = trainer.local_tensors(), trainer.state()
             self._saver.save(directory, trainer.step, local_tensors, state, keep, run_id)

@@ -23,24 +23,9 @@ from narrowgauge.system.errors import UserError, nearest, require, unknown
 from narrowgauge.system.toml_text import parse_toml, toml_value
 from narrowgauge.trainer import data
 from narrowgauge.trainer.models import model_config
+from narrowgauge.trainer.training.config import schema
 from narrowgauge.trainer.training.config.micro_batch import largest_size, what_fits
 from narrowgauge.trainer.training.config.named import config_names, named_config
-from narrowgauge.trainer.training.config.schema import (
-    CheckpointSection,
-    DataSection,
-    GaugesSection,
-    GuardSection,
-    LogSection,
-    ModelSection,
-    OptimizerSection,
-    ParallelSection,
-    RecipeSection,
-    ScheduleSection,
-    Section,
-    TrainingSection,
-    ValidationSection,
-    keys_of,
-)
 from narrowgauge.trainer.training.config.synonyms import Key, outside, unknown_key
 from narrowgauge.trainer.training.outline import require_layers
 
@@ -48,21 +33,21 @@ if TYPE_CHECKING:
     from narrowgauge.trainer.distributed import ModelSpec
 
 
-class Config(Section):
+class Config(schema.Section):
     """Everything that defines a run."""
 
-    model: ModelSection = ModelSection()
-    data: DataSection = DataSection()
-    training: TrainingSection = TrainingSection()
-    optimizer: OptimizerSection = OptimizerSection()
-    schedule: ScheduleSection = ScheduleSection()
-    recipe: RecipeSection = RecipeSection()
-    parallel: ParallelSection = ParallelSection()
-    validation: ValidationSection = ValidationSection()
-    checkpoint: CheckpointSection = CheckpointSection()
-    guard: GuardSection = GuardSection()
-    gauges: GaugesSection = GaugesSection()
-    log: LogSection = LogSection()
+    model: schema.ModelSection = schema.ModelSection()
+    data: schema.DataSection = schema.DataSection()
+    training: schema.TrainingSection = schema.TrainingSection()
+    optimizer: schema.OptimizerSection = schema.OptimizerSection()
+    schedule: schema.ScheduleSection = schema.ScheduleSection()
+    recipe: schema.RecipeSection = schema.RecipeSection()
+    parallel: schema.ParallelSection = schema.ParallelSection()
+    validation: schema.ValidationSection = schema.ValidationSection()
+    checkpoint: schema.CheckpointSection = schema.CheckpointSection()
+    guard: schema.GuardSection = schema.GuardSection()
+    gauges: schema.GaugesSection = schema.GaugesSection()
+    log: schema.LogSection = schema.LogSection()
 
     @cached_property
     def spec(self) -> "ModelSpec":
@@ -100,13 +85,8 @@ class Config(Section):
     @property
     def decay_start(self) -> int | None:
         """The first step whose learning rate is below the peak; None if there is none."""
-        s = self.schedule
-        return decay_start(
-            steps=self.training.steps,
-            kind=s.kind,
-            warmup_steps=s.warmup_steps,
-            decay_fraction=s.decay_fraction,
-        )
+        schedule = self.schedule.model_dump(exclude={"final_lr_fraction"})
+        return decay_start(steps=self.training.steps, **schedule)
 
     @property
     def warning(self) -> str:
@@ -156,7 +136,7 @@ def make_config(values: Mapping[str, Mapping[str, Any]]) -> Config:
     except ValidationError as error:
         raise _user_error(error) from None
     if config.training.compile and "every" not in config.gauges.model_fields_set:  # its default with compile
-        config = config.model_copy(update={"gauges": GaugesSection(every=0)})
+        config = config.model_copy(update={"gauges": schema.GaugesSection(every=0)})
     for place in config.recipe.places:
         if place not in KEYS:
             raise unknown_key(f"recipe.{place}", config_keys())
@@ -289,7 +269,7 @@ def without_gone(values: dict[str, Any]) -> dict[str, Any]:
 
 def config_keys() -> dict[str, Key]:
     """Every `section.key` with its description and default, for `--help` and for error messages."""
-    return keys_of({section: type(field.default) for section, field in Config.model_fields.items()})
+    return schema.keys_of({section: type(field.default) for section, field in Config.model_fields.items()})
 
 
 # Pydantic's error types for text that it cannot parse, in words that show a valid form.

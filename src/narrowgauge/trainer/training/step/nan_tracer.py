@@ -19,7 +19,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -98,9 +97,7 @@ class NanTracer:
                 self._handles.append(module.register_forward_hook(partial(self._output, name)))
         return self
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for handle in self._handles:
             handle.remove()
         for module in self.model.modules():

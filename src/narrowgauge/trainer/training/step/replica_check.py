@@ -40,16 +40,13 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
 def fingerprint(groups: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, int]:
     """`{"GROUP NAME": sum of bits}` of tensors by group and name, such as `TrainState.tensors()`.
 
-    It reads each element once, and synchronizes once per device.
+    It reads each element once, and synchronizes once.
     """
     sums = {f"{group} {name}": bits_of(t) for group, named in groups.items() for name, t in named.items()}
-    by_device: dict[torch.device, list[str]] = {}
-    for name, value in sums.items():
-        by_device.setdefault(value.device, []).append(name)
-    fetched: dict[str, int] = {}
-    for names in by_device.values():
-        fetched |= dict(zip(names, torch.stack([sums[n] for n in names]).tolist(), strict=True))
-    return {name: fetched[name] for name in sums}
+    if not sums:
+        return {}
+    device = max(sums.values(), key=lambda value: value.is_cuda).device  # others may be in the host's memory
+    return dict(zip(sums, torch.stack([value.to(device) for value in sums.values()]).tolist(), strict=True))
 
 
 def fingerprint_local(groups: LocalTensors) -> dict[str, int]:

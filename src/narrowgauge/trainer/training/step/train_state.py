@@ -64,11 +64,6 @@ class TrainState:
         """The recipe of the run, without the guard's raises."""
         return self.config.spec.recipe
 
-    @property
-    def keep(self) -> int:
-        """The number of valid checkpoints to keep."""
-        return self.config.checkpoint.keep
-
     def tensors(self) -> dict[str, dict[str, torch.Tensor]]:
         """The tensors of a checkpoint by group and name, as this process holds them (not copied)."""
         groups = {
@@ -99,8 +94,8 @@ class TrainState:
 
     def plan_save(self, checkpoints: Path, run_id: str, group: dist.ProcessGroup | None = None) -> SavePlan:
         """Plan a checkpoint of the state after `step` steps; all processes of `group` together."""
-        tensors, state = self.local_tensors(), self.state()
-        return plan_save(checkpoints, self.step, tensors, state, self.keep, run_id, group)
+        tensors, state, keep = self.local_tensors(), self.state(), self.config.checkpoint.keep
+        return plan_save(checkpoints, self.step, tensors, state, keep, run_id, group)
 
     def save(self, checkpoints: Path, run_id: str, group: dist.ProcessGroup | None = None) -> Path:
         """Publish the state after `step` steps; raises the errors of `checkpoint.SavePlan.write`."""
