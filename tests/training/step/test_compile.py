@@ -13,7 +13,7 @@ import torch
 
 from narrowgauge.recipes import recipe_names
 from narrowgauge.trainer.data import prepare
-from narrowgauge.trainer.models import layers, mlp, transformer
+from narrowgauge.trainer.models import experts, layers, transformer
 from narrowgauge.trainer.training import make_config
 from narrowgauge.trainer.training.step.trainer import Trainer
 from support.runs import interrupted
@@ -32,7 +32,7 @@ pytestmark = [
 @pytest.fixture
 def eager_sums(monkeypatch):
     """Leaves norms, activations and the loss to eager code."""
-    places = [(layers, "add_norm"), (layers, "norm"), (mlp, "swiglu"), (mlp, "gelu")]
+    places = [(layers, "add_norm"), (layers, "norm"), (experts, "swiglu"), (experts, "gelu")]
     places.append((transformer, "cross_entropy"))
     for module, name in places:
         monkeypatch.setattr(module, name, torch.compiler.disable(getattr(module, name)))

@@ -34,9 +34,8 @@ from narrowgauge.trainer.runs.use.trained_model import held_out_batches, open_ru
 from narrowgauge.trainer.simulate import MemoryTracker
 from narrowgauge.trainer.training.config.config import Config
 from narrowgauge.trainer.training.step.build_model import model_of
-from narrowgauge.trainer.training.step.step_terms import token_lines
 from narrowgauge.trainer.training.step.train_state import TrainState
-from narrowgauge.trainer.training.step.trainer import Trainer
+from narrowgauge.trainer.training.step.trainer import Trainer, token_lines
 
 StepResult = tuple[float, float, float]  # loss, gradient norm, learning rate
 _SAMPLED = 160  # tokens, a paragraph; at most one a step, so a sample never takes longer than the training

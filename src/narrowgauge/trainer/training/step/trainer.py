@@ -1,13 +1,14 @@
 """One training step, top to bottom: micro-batches, forward, backward, the guard's verdict, the update.
 
 `train_state` holds the state that a step changes, and saves and restores it. Where a rule changes the format
-of state, model and optimizer are rebuilt between two steps (`recast`).
+of state, model and optimizer are rebuilt between two steps.
 """
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from narrowgauge.system.torch_compat import compiled_as_eager
 from narrowgauge.trainer.checkpoint import read_state
 from narrowgauge.trainer.data import Batch, Loader, Mixture, Tokens, first_samples
 from narrowgauge.trainer.distributed import Engine, MicroBatch, parallelize
+from narrowgauge.trainer.models import experts_of
 from narrowgauge.trainer.training.config.config import Config
 from narrowgauge.trainer.training.step.build_model import (
     build_model,
@@ -30,10 +32,8 @@ from narrowgauge.trainer.training.step.build_model import (
 )
 from narrowgauge.trainer.training.step.graph_choice import graphs_for
 from narrowgauge.trainer.training.step.nan_tracer import COMPILED, FirstBad, NanTracer, earliest
-from narrowgauge.trainer.training.step.recast import hold, put_back
 from narrowgauge.trainer.training.step.replica_check import require_same_replay, step_fingerprint
-from narrowgauge.trainer.training.step.step_terms import forget_tokens, step_terms
-from narrowgauge.trainer.training.step.train_state import TrainState
+from narrowgauge.trainer.training.step.train_state import TrainState, hold, put_back
 
 
 @dataclass
@@ -226,7 +226,8 @@ class Trainer(TrainState):
     ) -> torch.Tensor:
         """Leave the next step's gradients on the parameters, and return its local loss (`Engine`)."""
         self.optimizer.zero_grad(set_to_none=True)
-        forget_tokens(self.engine)
+        for layer in experts_of(self.model.blocks):
+            layer.tokens_E = None
 
         def begin(i: int) -> None:
             go_to(self.model, self.config, self.step + 1, micro_batches[i].first)
@@ -251,3 +252,41 @@ class Trainer(TrainState):
             self._accumulate(micro_batches, tracer.after_forward, tracer)
             tracer.after_backward()
         return earliest([FirstBad(**fields) for fields in self.engine.gather(tracer.first.as_json())])
+
+
+def step_terms(engine: Engine, total: torch.Tensor) -> tuple[float, dict[str, float], dict[str, list[int]]]:
+    """The figures of a step, from this process's sum of losses. Collective.
+
+    Experts compete for tokens: one that gets few learns little, and then gets fewer. `busiest_expert` is the
+    tokens of the busiest expert of any layer, divided by the mean: 1 at best, and experts / experts_per_token
+    if all tokens of a layer go to the same experts. The counts themselves are in the gauges of the router
+    (`token_lines`).
+
+    Returns:
+        (cross entropy, further figures by name, tokens of each expert by layer).
+    """
+    figures = engine.sum_over_ranks(total.flatten().tolist())
+    loss, *others = figures[-max(len(figures) - 1, 1) :]
+    terms = dict(zip(("z_loss", "balance_loss"), others, strict=False))
+    if not engine.model.z_loss:
+        terms.pop("z_loss", None)
+    if tokens := _tokens_of_experts(engine):
+        terms["busiest_expert"] = max(max(row) * len(row) / max(sum(row), 1) for row in tokens.values())
+    return loss, terms, tokens
+
+
+def _tokens_of_experts(engine: Engine) -> dict[str, list[int]]:
+    E = engine.model.config.experts
+    if not E:
+        return {}
+    layers = [getattr(block, "experts", None) for block in engine.model.blocks]  # None: of another stage
+    local = [[0] * E if x is None or x.tokens_E is None else x.tokens_E.tolist() for x in layers]
+    total = engine.sum_over_ranks([float(n) for row in local for n in row])
+    rows = (total[i * E : (i + 1) * E] for i in range(len(layers)))
+    return {f"blocks.{i}.experts.router": [int(n) for n in row] for i, row in enumerate(rows)}
+
+
+def token_lines(tokens: Mapping[str, Sequence[int]], step: int) -> Iterator[dict[str, Any]]:
+    """One JSON-ready object for each layer of experts, like the objects of `nn.Gauges.lines`."""
+    for layer, row in tokens.items():
+        yield {"step": step, "layer": layer, "place": "tokens", "cast": None, "tokens": list(row)}
