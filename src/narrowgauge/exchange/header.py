@@ -13,13 +13,9 @@ _SOURCE = "Source of the recipe: "
 
 
 def header(recipe: Recipe, version: str, line: str, notes: Sequence[str]) -> str:
-    """The comment of a written file.
+    """The comment of a written file for a tool and its version.
 
-    Args:
-        recipe: The recipe.
-        version: The tool and its version.
-        line: The command line that writes the file; "" if no line does.
-        notes: What the user of the file has to know.
+    `line` is the command line that writes the file, "" if none does; `notes` are what its user has to know.
     """
     lines = [
         f"Recipe {recipe.name} of narrowgauge {narrowgauge.__version__}, for {version}.",

@@ -69,11 +69,7 @@ def _arguments(recipe: Recipe) -> str:
 
 
 def text(recipe: Recipe, only: tuple[str, ...], blocks: int | None) -> str:
-    """The YAML file; `blocks` is the number of blocks, needed if the recipe keeps some of the last.
-
-    Raises:
-        UserError: That number is missing.
-    """
+    """The YAML file; `blocks` is the number of blocks, needed if the recipe keeps some of the last."""
     modules, first, last = kept(recipe)
     key = "last_blocks" if last else "first_blocks" if isinstance(first, float) and first else ""
     if key and blocks is None:
@@ -150,12 +146,8 @@ def notes(recipe: Recipe) -> list[str]:
 def read(path: Path, blocks: int | None = None) -> Reading:
     """Read the YAML of --te-precision-config-file: one low-precision configuration and wide blocks.
 
-    Args:
-        path: The file. A factory that it names is read from a Python file in the same folder.
-        blocks: The number of blocks of the model; needed if some of the last stay wide.
-
-    Raises:
-        UserError: A recipe cannot express a part of the file; the sentence names it.
+    A factory that the file names is read from a Python file in the same folder. The number of blocks of the
+    model is needed if some of the last stay wide.
     """
     content = read_text(path)
     (file, *_) = yaml_documents(content, path) or [None]

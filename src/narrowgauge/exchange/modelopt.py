@@ -130,11 +130,7 @@ def notes(recipe: Recipe) -> list[str]:
 
 
 def read(path: Path, blocks: int | None = None) -> Reading:
-    """A recipe of `modelopt_recipes`, or a file with a `quant_cfg`; `$import` is followed below its root.
-
-    Raises:
-        UserError: A quantizer, format or algorithm has no counterpart in a recipe; the sentence names it.
-    """
+    """A recipe of `modelopt_recipes`, or a file with a `quant_cfg`; `$import` is followed below its root."""
     root = next((p for p in path.resolve().parents if (p / "configs").is_dir()), path.resolve().parent)
     content = _loaded(path, root)
     part = content.get("quantize", content) if isinstance(content, Mapping) else None

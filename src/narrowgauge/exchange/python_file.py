@@ -33,17 +33,11 @@ class Call:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Entry:
-    """A line of a tool's table: a call in its Python, and what that means.
-
-    Attributes:
-        text: The call.
-        casts: Its cast in each place that may have it.
-        above: Its names in the tool that passes it on, if that has any.
-    """
+    """A line of a tool's table: a call in its Python, and what that means."""
 
     text: str
-    casts: Mapping[str, Cast]
-    above: Mapping[str, str] = field(default_factory=dict)
+    casts: Mapping[str, Cast]  # in each place that may have it
+    above: Mapping[str, str] = field(default_factory=dict)  # its names in a tool that passes it on
 
     @property
     def name(self) -> str:
@@ -71,19 +65,12 @@ def signatures(text: str) -> dict[str, dict[str, ast.expr | None]]:
 
 @dataclass(frozen=True, slots=True)
 class PythonFile:
-    """The statements of a Python file, parsed.
-
-    Attributes:
-        path: The file.
-        values: The expressions that names are assigned to at its top level.
-        functions: Its functions.
-        signatures: The parameters of the tool's own classes and functions.
-    """
+    """The statements of a Python file, parsed."""
 
     path: Path
-    values: Mapping[str, ast.expr]
+    values: Mapping[str, ast.expr]  # what names are assigned to at its top level
     functions: Mapping[str, ast.FunctionDef]
-    signatures: Signatures
+    signatures: Signatures  # of the tool's own classes and functions
 
     def keep(self) -> Keep:
         """The layers that stay wide, where the file is of the form that `layers.selection` writes."""
@@ -104,22 +91,14 @@ class PythonFile:
         return [] if is_ours else ["which layers are narrow: the file leaves it to its user; add a [keep]"]
 
     def call(self, node: ast.expr) -> Call:
-        """An expression as a call with all arguments.
-
-        Raises:
-            UserError: It is not a call, or calls something that is not in the signatures.
-        """
+        """An expression as a call with all arguments."""
         try:
             return call_of(node, self.signatures)
         except UserError as error:
             raise UserError(f"{self.path}, line {node.lineno}: {error}") from None
 
     def made(self, thing: str, *names: str) -> Call:
-        """The one call of these names that is assigned to something at the top level, or returned.
-
-        Raises:
-            UserError: The file has no such call, or several; the message calls them `thing`.
-        """
+        """The one call of these names that is assigned to something at the top level, or returned."""
         inside = (node for function in self.functions.values() for node in ast.walk(function))
         returned = (node.value for node in inside if isinstance(node, ast.Return))
         found = [
@@ -134,11 +113,7 @@ class PythonFile:
         return self.call(found[0])
 
     def entry(self, call: object, entries: Iterable[Entry], ignored: Sequence[str] = ()) -> Entry:
-        """The entry of a table that a call is, but for some arguments.
-
-        Raises:
-            UserError: There is none; the sentence names the arguments that differ from the nearest.
-        """
+        """The entry of a table that a call is, but for some arguments."""
 
         if not isinstance(call, Call):
             raise UserError(f"{self.path}: {call!r} stands where a class is called; write the call out")
@@ -159,11 +134,7 @@ class PythonFile:
 
 
 def python_file(path: Path, signatures: Signatures) -> PythonFile:
-    """Parse a Python file without executing it.
-
-    Raises:
-        UserError: The file cannot be read, or is not Python.
-    """
+    """Parse a Python file without executing it."""
     try:
         tree = ast.parse(read_text(path))
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
@@ -180,11 +151,7 @@ def python_file(path: Path, signatures: Signatures) -> PythonFile:
 
 
 def call_of(node: ast.expr | str, signatures: Signatures) -> Call:
-    """An expression, or its text, as a call with all arguments.
-
-    Raises:
-        UserError: It is not a call, or calls something that is not in the signatures.
-    """
+    """An expression, or its text, as a call with all arguments."""
     if isinstance(node, str):
         node = ast.parse(node, mode="eval").body
     if not isinstance(node, ast.Call):

@@ -23,29 +23,17 @@ class Keep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """What a file of another tool specifies.
+    """What a file of another tool specifies."""
 
-    Attributes:
-        casts: The casts of the six places of GEMMs; one that is missing is in the compute format.
-        only: Patterns of the layers that have these casts; none for all layers.
-        keep: The layers that stay in the compute format.
-        gather: The name of the cast of weights between devices; "" for the recipe's default.
-        lost: What the file specifies, or leaves to its user, and a recipe does not hold; one sentence each.
-    """
-
-    casts: Mapping[str, Cast]
-    only: tuple[str, ...] = ()
+    casts: Mapping[str, Cast]  # of the six places of GEMMs; one that is missing is in the compute format
+    only: tuple[str, ...] = ()  # patterns of the layers that have these casts; none for all layers
     keep: Keep = field(default_factory=Keep)
-    gather: str = ""
+    gather: str = ""  # the name of the cast of weights between devices; "" for the recipe's default
+    # What the file specifies, or leaves to its user, and a recipe does not hold; one sentence each.
     lost: Sequence[str] = ()
 
     def toml(self, words: Mapping[str, str], compute: str) -> str:
-        """The TOML of the recipe.
-
-        Args:
-            words: The name, title and source of the recipe.
-            compute: The format of everything that is not narrow.
-        """
+        """The TOML of a recipe with a name, title and source (`words`), in `compute` where not narrow."""
         lines = [f"# Lost: {sentence}." for sentence in self.lost]
         lines += _lines({**words, "compute": compute})
         lines += _lines({"gather": self.gather} if self.gather else {})
@@ -75,11 +63,7 @@ def cast_value(c: Cast) -> str | dict[str, Any]:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file.
-
-    Raises:
-        UserError: The file cannot be read.
-    """
+    """The text of a file."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -87,11 +71,7 @@ def read_text(path: Path) -> str:
 
 
 def yaml_documents(text: str, where: Path | str) -> list[Any]:
-    """The documents of YAML, of plain values only.
-
-    Raises:
-        UserError: PyYAML is not installed, or it is not YAML.
-    """
+    """The documents of YAML, of plain values only."""
     try:
         import yaml
     except ImportError:

@@ -24,17 +24,11 @@ _CLOCK = ("from_step", "from_share", "from_decay", "until_step", "until_share", 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """One thing that a target cannot express.
+    """One thing that a target cannot express."""
 
-    Attributes:
-        place: The place in the recipe, or "" for the recipe as a whole.
-        key: The key: of the cast in that place, or of the recipe.
-        why: The value in the recipe, and what the target has.
-    """
-
-    place: str
-    key: str
-    why: str
+    place: str  # in the recipe, or "" for the recipe as a whole
+    key: str  # of the cast in that place, or of the recipe
+    why: str  # the value in the recipe, and what the target has
 
     def __str__(self) -> str:
         where = f"{self.place}: " if self.place not in ("", self.key) else ""

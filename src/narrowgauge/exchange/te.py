@@ -170,11 +170,7 @@ def notes_of_values(recipe: Recipe) -> list[str]:
 
 
 def read(path: Path, blocks: int | None = None) -> Reading:
-    """The recipe object or the quantizer factory of a Python file, which is parsed and not executed.
-
-    Raises:
-        UserError: The file makes no recipe of TransformerEngine's, several, or one that no table row has.
-    """
+    """The recipe object or the quantizer factory of a Python file, which is parsed and not executed."""
     file = python_file(path, SIGNATURES)
     if FACTORY in file.functions:
         return Reading(casts=_of_factory(file), keep=file.keep(), lost=file.lost)

@@ -225,11 +225,7 @@ def notes(recipe: Recipe) -> list[str]:
 
 
 def read(path: Path, blocks: int | None = None) -> Reading:
-    """The configuration that a Python file makes; the file is parsed and not executed.
-
-    Raises:
-        UserError: The file makes none, several, or one that no recipe holds.
-    """
+    """The configuration that a Python file makes; the file is parsed and not executed."""
     file = python_file(path, SIGNATURES)
     classes = ("Float8LinearConfig", "from_recipe_name", "MXFP8TrainingOpConfig")
     call = file.made("configurations of torchao's", *classes)

@@ -78,9 +78,7 @@ _imagined: list[tuple[Device, Listener]] = []  # innermost last; a single thread
 def imagine(facts: Device | None, listener: Listener = lambda _: None) -> Iterator[None]:
     """Treat meta tensors as tensors on a GPU with these facts; None, or a CPU's facts, changes nothing.
 
-    Args:
-        facts: The facts.
-        listener: Called with the work of each kernel.
+    `listener` is called with the work of each kernel.
     """
     if facts is None or not facts.is_gpu:
         yield

@@ -21,32 +21,22 @@ _ALLOWED |= {float: typing.SupportsFloat, typing.Unpack: object, Any: object}
 
 
 class UserError(ValueError):
-    """A mistake in usage or input: one sentence for the user, exit code 2.
+    """A mistake in usage or input: one sentence for the user, exit code 2."""
 
-    Attributes:
-        exit_code: The exit code of the command; 1 for subclasses that the user did not cause.
-    """
-
-    exit_code: ClassVar[int] = 2
+    exit_code: ClassVar[int] = 2  # 1 for subclasses that the user did not cause
 
 
 class Failed(Exception):
-    """A run failed although its command line was correct; the command prints the sentence.
+    """A run failed although its command line was correct; the command prints the sentence."""
 
-    Attributes:
-        code: The exit code of the command.
-        is_printed: Whether this process prints the sentence; a process that another one stopped may not.
-    """
-
-    code: int = 1
-    is_printed: bool = True
+    code: int = 1  # the exit code of the command
+    is_printed: bool = True  # a process that another one stopped may not print the sentence
 
 
 class ProcessFailed(Exception):
     """A process that the command started has failed; if it exited by itself, it has printed why.
 
-    Attributes:
-        code: Its exit code, negative if a signal killed it.
+    `code` is its exit code, negative if a signal killed it.
     """
 
     def __init__(self, process: str, code: int, way_out: str = "") -> None:

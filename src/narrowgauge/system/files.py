@@ -105,16 +105,10 @@ def write_new(path: Path, data: bytes) -> None:
 def staged_directory(path: Path, keep_existing: bool = False) -> Iterator[Path]:
     """Create an empty directory that becomes `path` if the block succeeds and vanishes otherwise.
 
-    Removes staging directories of `path` that dead processes left an hour ago or earlier.
-
-    Args:
-        path: The final name; an empty directory there is replaced. Missing parents are created.
-        keep_existing: If another process has filled `path` meanwhile, keep its content and drop the new one.
-            Otherwise an existing `path` is an error, both before the block and after it.
-
-    Raises:
-        UserError: `path` already exists, or is not writable.
-        OSError: The disk is full; with `keep_existing`, also if `path` is not writable.
+    An empty directory there is replaced, and missing parents are created. If another process has filled
+    `path` meanwhile, `keep_existing` keeps its content and drops the new one; otherwise an existing `path` is
+    an error, both before the block and after it. Staging directories of `path` that dead processes left an
+    hour ago or earlier are removed.
     """
     path = Path(os.path.abspath(path))
     if not keep_existing:
@@ -200,11 +194,7 @@ def make_directory(path: Path) -> None:
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """Open a regular file for reading; refuse symbolic links, pipes and devices.
-
-    Raises:
-        OSError: It is something else, or cannot be read; with the reason.
-    """
+    """Open a regular file; an `OSError` with the reason refuses symbolic links, pipes and devices."""
     try:
         # without O_NONBLOCK, opening a pipe would wait for a writer
         descriptor = os.open(path, os.O_RDONLY | O_NOFOLLOW | O_NONBLOCK)
@@ -219,15 +209,9 @@ def open_regular(path: Path) -> BufferedReader:
 
 
 def sha256_of(path: Path, follow_links: bool = False, advance: Callable[[int], object] | None = None) -> str:
-    """SHA-256 of a file: 64 lower-case hexadecimal digits, as printed by `sha256sum`.
+    """SHA-256 of a regular file, or of where a link leads: 64 hexadecimal digits, as printed by `sha256sum`.
 
-    Args:
-        path: A regular file.
-        follow_links: Whether `path` may be a symbolic link.
-        advance: Called with the number of bytes after each block read.
-
-    Raises:
-        OSError: The file cannot be read, or is not regular.
+    `advance` is called with the number of bytes after each block read.
     """
     digest, block = hashlib.sha256(), memoryview(bytearray(_BLOCK))
     with path.open("rb", buffering=0) if follow_links else open_regular(path) as file:

@@ -24,11 +24,9 @@ def append_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
     """Append JSON objects as lines of a JSON-lines file.
 
     They are written with one `write`, so a kill leaves at most one torn line, at the end; the next append
-    cuts it off first. NaN and infinity are written as `NaN` and `Infinity`, so that a loss that went wrong
-    stays visible. Not synced: a power cut may lose the last lines.
-
-    Raises:
-        OSError: The disk is full or not writable; the file then ends with its last complete line.
+    cuts it off first. If the disk is full, the file ends with its last complete line. NaN and infinity are
+    written as `NaN` and `Infinity`, so that a loss that went wrong stays visible. Not synced: a power cut may
+    lose the last lines.
     """
     lines = b"".join(json.dumps(record).encode() + b"\n" for record in records)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
@@ -56,12 +54,7 @@ def _end_of_last_line(descriptor: int, block: int = 1 << 16) -> int:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSON-lines file, ignoring a torn last line (one without its newline).
-
-    Raises:
-        UserError: Any other line is not a JSON object; with file and line.
-        OSError: The file cannot be read.
-    """
+    """The objects of a JSON-lines file, ignoring a torn last line (one without its newline)."""
     *lines, _torn = path.read_bytes().split(b"\n")
     records = []
     for number, line in enumerate(lines, start=1):

@@ -24,11 +24,7 @@ _MISTAKES = {
 
 
 def parse_toml(text: str, thing: str) -> dict[str, Any]:
-    """Parse a user's TOML; `thing` names the file in errors.
-
-    Raises:
-        UserError: It is not TOML. The message quotes the line and, for common mistakes, shows the fix.
-    """
+    """Parse a user's TOML; `thing` names the file in errors."""
     text = text.removeprefix("\ufeff")  # the byte order mark of Windows editors
     try:
         return tomllib.loads(text)

@@ -73,11 +73,7 @@ def human_duration(seconds: float) -> str:
 
 
 def parse_bytes(size: str) -> int:
-    """The bytes of a size such as 24GB (10^9), 22GiB (2^30), 500MB or 4096B; 0 for "".
-
-    Raises:
-        UserError: The text is not a size.
-    """
+    """The bytes of a size such as 24GB (10^9), 22GiB (2^30), 500MB or 4096B; 0 for ""."""
     if not size:
         return 0
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)?", size.strip(), re.IGNORECASE)

@@ -104,15 +104,7 @@ def is_corpus(directory: Path) -> bool:
 
 
 def open_corpus(directory: Path, verify: bool = True) -> Corpus:
-    """Open the prepared corpus in `directory`.
-
-    Args:
-        directory: The directory of the corpus.
-        verify: Whether to check the digest of every file, not only lengths and headers.
-
-    Raises:
-        UserError: the directory is not a prepared corpus, or a file has changed since it was written.
-    """
+    """Open the prepared corpus in `directory`; with `verify` the digest of every file is checked."""
     manifest = read_manifest(directory)
     tokenizer_path = directory / TOKENIZER_FILE
     if not tokenizer_path.is_file():

@@ -51,16 +51,8 @@ def check_name(name: str | None, layout: str) -> None:
 def export_tokens(dataset: Dataset, layout: str, directory: Path, name: str | None = None) -> None:
     """Write both parts of a dataset in one of `TOKEN_LAYOUTS`, into a new or empty directory.
 
-    The directory appears in full or not at all.
-
-    Args:
-        dataset: The tokens.
-        layout: One of `TOKEN_LAYOUTS`.
-        directory: Where to write the files.
-        name: Prefix of the file names; for `megatron`, the full name of the single pair. None: "text".
-
-    Raises:
-        UserError: the layout is unknown, the name is malformed, or the directory is not empty.
+    The directory appears in full or not at all. `name` is the prefix of the file names, "text" by default;
+    for `megatron`, the full name of the single pair.
     """
     if layout not in TOKEN_LAYOUTS:
         raise unknown("token layout", layout, TOKEN_LAYOUTS)

@@ -128,9 +128,7 @@ def recorded_scale(layer: Linear) -> InputScale | None:
 def differences(model: torch.nn.Module, scales: Mapping[str, InputScale] | None) -> list[str]:
     """What a server of the folder computes in another way than training, other than the order of sums.
 
-    Args:
-        model: The model under its recipe.
-        scales: Those in the file, by our names of the layers.
+    `scales` are those in the file, by our names of the layers.
     """
     found: dict[str, list[str]] = {}
     for name, layer in model.named_modules():

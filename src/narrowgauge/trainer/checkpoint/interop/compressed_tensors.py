@@ -111,26 +111,18 @@ def write_quantized(
     scales: Mapping[str, InputScale] | None = None,
     arrange: Arrange | None = None,
 ) -> list[str]:
-    """Fill an empty folder with a model under its recipe; layers that are not quantized are stored in
-    `dtype`.
+    """Fill an empty folder with a model under its recipe; returns what a server computes in another way.
 
     Args:
         folder: The folder.
         model: The model.
         weights: Its weights, by our names.
         tokenizer: Its tokenizer.json, if there is one.
-        dtype: The dtype of the other layers.
+        dtype: The dtype of layers that are not quantized.
         shard_bytes: About the size of a file.
         special_tokens: The result of `huggingface.special_tokens_of`.
         scales: Those of activations, by our names of the layers (`activations.py`).
         arrange: Turns tensors and layers into another layout; None: that of this module.
-
-    Returns:
-        Sentences on what a server computes in another way than training.
-
-    Raises:
-        UserError: The recipe quantizes no weights, or uses casts that the layout cannot express, or the model
-            is GPT-2, whose linear layers it does not know.
     """
     tensors, layers = quantized_tensors(model, weights, dtype, scales)
     tensors, quantization = (arrange or _arrange)(folder, tensors, layers)
@@ -146,11 +138,7 @@ def quantized_tensors(
     dtype: torch.dtype,
     scales: Mapping[str, InputScale] | None = None,
 ) -> tuple[Tensors, Layers]:
-    """The tensors of a model by their names in the layout, and the scheme of each linear layer.
-
-    Raises:
-        UserError: As `write_quantized`.
-    """
+    """The tensors of a model by their names in the layout, and the scheme of each linear layer."""
     if family_of(model.config) == "gpt2":
         raise UserError(
             "layouts of quantized weights describe linear layers, but GPT-2 has Conv1D there; use --to hf"
@@ -193,9 +181,7 @@ def narrow_layers(model: torch.nn.Module) -> dict[str, Linear]:
 def unfit_rows(config: ModelConfig, layers: Mapping[str, tuple[Cast, int]]) -> str:
     """A sentence on the layers whose rows no layout of codes and scales holds; "" if there are none.
 
-    Args:
-        config: The model.
-        layers: The cast of each layer's weight in the forward matmul, and the length of its rows.
+    `layers` has the cast of each layer's weight in the forward matmul, and the length of its rows.
     """
     pairs = name_map(replace(config, layers=1))
     rows = {pair.ours: pair.rows for pair in pairs}

@@ -23,11 +23,7 @@ def is_external_model(path: Path) -> bool:
 
 
 def read_external_model(path: Path) -> ExternalModel:
-    """Read the model of another program, or of an export, at `path`.
-
-    Raises:
-        UserError: it is not a model, is a pickle, or is damaged.
-    """
+    """Read the model of another program, or of an export, at `path`."""
     try:
         if path.is_dir():
             if huggingface.is_folder(path):

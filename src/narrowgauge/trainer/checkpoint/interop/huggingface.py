@@ -64,11 +64,7 @@ def is_folder(path: Path) -> bool:
 
 
 def read_folder(folder: Path) -> ExternalModel:
-    """The model in a folder, with its weights dequantized to float32; nothing in the files is executed.
-
-    Raises:
-        UserError: the family, an option or a file is not supported.
-    """
+    """The model in a folder, with its weights dequantized to float32; nothing in the files is executed."""
     _refuse_adapter(folder)
     values = read_json(inside(folder, CONFIG))
     config = config_from(values, str(folder / CONFIG))

@@ -58,9 +58,6 @@ def read_llmc(path: Path) -> ExternalModel:
     """The model in a file, with its weights as float32, without the rows of the padding.
 
     The format has no tokenizer; a tokenizer.json in the same folder is assumed to be the model's.
-
-    Raises:
-        UserError: it is another kind of file, or its size does not agree with its header.
     """
     header = _header(path)
     version, length, vocab, layers, heads, channels, padded = (int(x) for x in header[1:8])
@@ -94,11 +91,7 @@ def read_llmc(path: Path) -> ExternalModel:
 def write_llmc(
     path: Path, config: ModelConfig, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype
 ) -> None:
-    """Write a new file that llm.c reads.
-
-    Raises:
-        UserError: the model is not a GPT-2 of llm.c's kind, or llm.c has no files of this dtype.
-    """
+    """Write a new file that llm.c reads."""
     _require_gpt2(config)
     versions = {d: version for version, d in VERSIONS.items()}
     if dtype not in versions:

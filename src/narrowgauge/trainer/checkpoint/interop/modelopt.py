@@ -49,11 +49,7 @@ _WORDS: Mapping[object, str] = {
 
 
 def in_modelopt(folder: Path, tensors: Tensors, layers: Layers) -> tuple[Tensors, dict[str, Any]]:
-    """The tensors and the `quantization_config` in this layout; its own file is written into the folder.
-
-    Raises:
-        UserError: The layers are not all in one of `ALGORITHMS`.
-    """
+    """The tensors and the `quantization_config` in this layout; its own file is written into the folder."""
     algorithm, block = _algorithm({name: scheme for name, scheme in layers.items() if scheme is not None})
     group = {"quant_algo": algorithm} | ({} if block is None else {"group_size": block})
     wide = [name for name, scheme in layers.items() if scheme is None]

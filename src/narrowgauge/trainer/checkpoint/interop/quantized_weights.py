@@ -108,14 +108,11 @@ class QuantizedFolder:
 
 
 def dequantize(parts: Mapping[str, torch.Tensor], block: tuple[int, int]) -> tuple[torch.Tensor, str]:
-    """The values of a layer's weight, and the name of the format they were stored in.
+    """The values of a layer's weight, (N, K) float32, and the name of the format they were stored in.
 
     Args:
         parts: The tensors of the layer by the last part of their names.
         block: Rows and columns of an FP8 block whose scales form a matrix.
-
-    Returns:
-        (N, K) float32, and "fp8", "mxfp8", "mxfp6", "mxfp4" or "nvfp4".
 
     Raises:
         ValueError: The tensors are in no layout of this module, or have scales that no quantizer makes.

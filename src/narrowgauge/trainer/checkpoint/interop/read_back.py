@@ -69,12 +69,7 @@ def is_same(found: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 def require_read_back(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
-    """Refuse files whose decoded tensors differ from the expected ones by more than rounding.
-
-    Args:
-        found: The tensors that a reader decoded from the files of an export, by our names.
-        expected: The model's tensors in float32, by our names.
-    """
+    """Refuse files whose decoded tensors (`found`) differ from the expected ones by more than rounding."""
     for name, values in expected.items():
         if not is_same(found[name], values):
             share = (found[name] - values).norm() / values.norm()
@@ -115,11 +110,8 @@ def wrong_input_scales(
 ) -> list[Difference]:
     """The scales of activations that are missing, or reach neither as far as the inputs nor about so.
 
-    Args:
-        folder: An export with such scales.
-        model: The run's model.
-        amaxes: The largest magnitude of the input of each layer that has a scale, by our names.
-        within: The factor by which a scale may reach farther or less far: that of one text from another.
+    `amaxes` has the largest magnitude of the input of each layer with a scale, by our names. `within` is the
+    factor by which a scale may reach farther or less far: that of one text from another.
     """
     found = []
     with TensorFolder(folder) as files:

@@ -135,9 +135,6 @@ def write_tensors(
     """Write tensors as one file, or as several of about `shard_bytes` with an index.
 
     Floating-point tensors are converted to `dtype`, a file at a time; None keeps each dtype.
-
-    Raises:
-        UserError: a weight exceeds the largest value of `dtype`.
     """
     shards: list[list[tuple[str, torch.Tensor]]] = [[]]
     sizes, total = [0], 0

@@ -14,17 +14,10 @@ _SMALLEST, _LARGEST, _ZERO = 2.0**-16, 100.0, 2.0**-60
 def require_sound(
     q: torch.Tensor, weight: torch.Tensor, lowest: float, inverted: Callable[[], float] | None
 ) -> None:
-    """Check the scales of a weight.
+    """Check the scales of a weight, of which `lowest` is the lowest; a `ValueError` says what is wrong.
 
-    Args:
-        q: The values of its codes.
-        weight: The same times their scales.
-        lowest: The lowest scale.
-        inverted: Returns the largest value with the reciprocal of the scale; None if the scale of the tensor
-            is missing.
-
-    Raises:
-        ValueError: With what is wrong.
+    `q` has the values of the codes, and `weight` the same times their scales. `inverted` returns the largest
+    value with the reciprocal of the scale; it is None if the scale of the tensor is missing.
     """
     if lowest < 0:
         raise ValueError("a scale is negative")

@@ -32,13 +32,10 @@ class RankFailure:
 def on_all_ranks(do: Callable[[], T], group: Group | None, wrap: Wrap) -> list[T]:
     """Call a function on every rank of a group (None: this process alone); returns all results in rank order.
 
-    `wrap` makes the error to raise from the reason of an `OSError`.
-
-    Raises:
-        UserError: the function failed on some rank. Every rank raises the failure of the first such rank,
-            with the rank's name if there are several.
-        Exception: any other error is a bug: it is raised unchanged where it happened, and as an error of
-            `wrap` on the other ranks.
+    `wrap` makes the error to raise from the reason of an `OSError`. If the function raised a `UserError` on
+    some rank, every rank raises that of the first such rank, with the rank's name if there are several. Any
+    other error is a bug: it is raised unchanged where it happened, and as an error of `wrap` on the other
+    ranks.
     """
     outcome, cause = _attempt(do, group, wrap)
     results: list[T] = []

@@ -50,17 +50,10 @@ def steps(directory: Path) -> list[int]:
 
 
 def newest_valid(directory: Path, run_id: str | None = None) -> tuple[Path | None, list[str]]:
-    """The newest step that verifies, and a sentence for each newer one that does not.
+    """The newest step that verifies (None: nothing was published), and a sentence for each newer one.
 
-    Args:
-        directory: RUN/checkpoints.
-        run_id: The run that the checkpoint must belong to; None = any.
-
-    Returns:
-        (path of step-N, refusals), newest refusal first; (None, []) if nothing was ever published.
-
-    Raises:
-        UserError: steps were published but none of them is valid. A run never silently restarts from step 0.
+    With `run_id` a step must belong to that run. If steps were published and none is valid, a `UserError` is
+    raised: a run never silently restarts from step 0.
     """
     refused = []
     for step in reversed(steps(directory)):
@@ -90,9 +83,6 @@ def begin(directory: Path, step: int) -> Path:
     """Create an empty staging directory for a step, and remove dead processes' directories.
 
     The caller holds the run's lock, so any other staging directory belongs to a dead process.
-
-    Raises:
-        OSError: the disk is full or read-only.
     """
     make_directory(directory)
     for name in os.listdir(directory):
@@ -105,11 +95,7 @@ def begin(directory: Path, step: int) -> Path:
 
 
 def seal(staging: Path, step: int, run_id: str, files: Mapping[str, FileEntry]) -> Manifest:
-    """Write the manifest of a staging directory that is otherwise complete and synced.
-
-    Raises:
-        OSError: the disk is full or read-only.
-    """
+    """Write the manifest of a staging directory that is otherwise complete and synced."""
     manifest = Manifest(step, run_id, files)
     write_new(staging / MANIFEST, manifest.to_json().encode())
     fsync_directory(staging)
@@ -122,9 +108,6 @@ def publish(staging: Path, manifest: Manifest) -> Path:
 
     If step-N already exists, valid and with the same content, it is kept, and the caller removes the staging
     directory.
-
-    Raises:
-        OSError: the disk is read-only.
     """
     directory, final = staging.parent, staging.parent / f"step-{manifest.step}"
     if not _holds(final, manifest):
@@ -148,9 +131,6 @@ def retain(directory: Path, keep: int, published: Manifest) -> None:
     A step counts as valid only if every byte of it verifies, so a damaged one never takes the place of a good
     one. Files that this process has written or verified are not read again while they are unchanged
     (`verified_cache.py`).
-
-    Raises:
-        OSError: a directory cannot be removed.
     """
     assert keep >= 2, "with fewer than two checkpoints, one bad disk block ends the run"
     oldest, valid = published.step, 1

@@ -43,11 +43,7 @@ class DiskSpace:
 
 
 def free_space(path: Path) -> DiskSpace:
-    """What this user can still write under a path, which need not exist yet.
-
-    Raises:
-        OSError: the file system cannot be queried.
-    """
+    """What this user can still write under a path, which need not exist yet."""
     while not path.exists() and path != path.parent:
         path = path.parent
     disk = os.statvfs(path)
@@ -55,12 +51,7 @@ def free_space(path: Path) -> DiskSpace:
 
 
 def require_space(directory: Path, needed: DiskSpace) -> None:
-    """Check that the disk of a directory, which need not exist yet, has space for a checkpoint.
-
-    Raises:
-        SaveError: it does not; the message states what is needed and what is free.
-        OSError: the file system cannot be queried.
-    """
+    """A `SaveError` unless the disk of a directory, which need not exist yet, has space for a checkpoint."""
     free = free_space(directory)
     if not needed.fits_in(free):
         raise SaveError(
@@ -70,12 +61,7 @@ def require_space(directory: Path, needed: DiskSpace) -> None:
 
 
 def require_space_for_run(directory: Path, needed: DiskSpace, keep: int) -> None:
-    """Check that the disk has space for the `keep` checkpoints of a run, including any that already exist.
-
-    Raises:
-        UserError: it does not; the message states what is needed, what is free, and the way out.
-        OSError: the file system cannot be queried.
-    """
+    """Check that the disk has space for the `keep` checkpoints of a run, including any that already exist."""
     count = keep + 1 - min(keep, len(steps(directory)))
     free = free_space(directory)
     if not needed.times(count).fits_in(free):

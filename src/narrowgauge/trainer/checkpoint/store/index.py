@@ -82,19 +82,12 @@ def _as_json(entry: Entry) -> dict[str, object]:
 
 
 def from_json(content: Mapping[str, Any], sizes: Mapping[str, int]) -> Index:
-    """Read an index that is not trusted.
+    """Read a parsed index that is not trusted; `sizes` are those of the checkpoint's tensor files in bytes.
 
     Slices in the files must cover every tensor exactly; every slice must be named once and every file at
     least once; and no file may be asked for more bytes than it has, which bounds the memory that a forged
-    index can use.
-
-    Args:
-        content: The parsed index.json.
-        sizes: Sizes of the checkpoint's tensor files in bytes, by name.
-
-    Raises:
-        ValueError: the version is unknown, or one of the rules above is broken. A `KeyError`, `TypeError` or
-            `AttributeError` means that the content has another layout.
+    index can use. A `ValueError` names the broken rule; a `KeyError`, `TypeError` or `AttributeError` means
+    that the content has another layout.
     """
     if type(content["version"]) is not int or content["version"] > VERSION:
         raise ValueError(f"version {content['version']!r}, but this narrowgauge reads up to {VERSION}")

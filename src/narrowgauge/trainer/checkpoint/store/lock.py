@@ -27,16 +27,9 @@ _FLAGS = os.O_RDWR | os.O_CREAT | O_NOFOLLOW | os.O_APPEND
 
 @contextmanager
 def lock_run(directory: Path, rank: int = 0, barrier: Callable[[], None] | None = None) -> Iterator[None]:
-    """Hold the run directory for the length of a `with`. All ranks of a run call this.
+    """Hold the run directory, made if it does not exist, in a `with`. All ranks of a run call this.
 
-    Args:
-        directory: The run directory, made if it does not exist.
-        rank: Rank of this process.
-        barrier: Waits until all ranks have reached it; None = this process alone.
-
-    Raises:
-        UserError: another run holds it, identified by process id and host; or the directory or its file
-            system cannot be locked.
+    `barrier` waits until all ranks have reached it; None: this process is alone.
     """
     own_line = f"process {os.getpid()} on host {socket.gethostname()}\n".encode()
     with _opened(directory, LOCK) as lock, _opened(directory, RANKS) as ranks:

@@ -80,11 +80,7 @@ def plain_name(name: str) -> bool:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Read a manifest and check everything that needs no other file.
-
-    Raises:
-        DamagedError: it is missing, truncated, changed, or of a newer version.
-    """
+    """Read a manifest and check everything that needs no other file."""
     path = directory / MANIFEST
     data = read_bounded(path, MAX_BYTES)
     try:
@@ -124,13 +120,8 @@ def _from_json(content: Any) -> Manifest:
 def verify(directory: Path, run_id: str | None = None, cores: int | None = None) -> Manifest:
     """Check a published directory step-N in full: its name, the set of files, each size, each SHA-256.
 
-    Args:
-        directory: The directory.
-        run_id: The run it must belong to; None = any.
-        cores: How many files to hash at a time; None = one on each core.
-
-    Raises:
-        DamagedError: names the file and the reason, also if the operating system cannot read it.
+    With `run_id` it must belong to that run. `cores` files are hashed at a time; None = one on each core. The
+    `DamagedError` names the file and the reason, also if the operating system cannot read it.
     """
     manifest = verify_listing(directory, run_id)
     verify_files(directory, manifest, manifest.files, cores)
@@ -181,11 +172,7 @@ def _compare_names(directory: Path, manifest: Manifest) -> None:
 
 
 def verify_file(path: Path, entry: FileEntry) -> None:
-    """Check one file against its entry.
-
-    Raises:
-        DamagedError: its size or digest differs, or it cannot be read.
-    """
+    """Check one file against its entry."""
     try:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size

@@ -76,9 +76,6 @@ def load(path: Path) -> Checkpoint:
     """Read all of a published step to the CPU. Each file is verified before it is parsed; none is executed.
 
     A second name of a tensor loads as the same object.
-
-    Raises:
-        DamagedError: a file does not agree with the manifest, or is not one of ours; the message names it.
     """
     path = Path(os.path.abspath(path))
     opened = _open(path)
@@ -94,11 +91,7 @@ def load(path: Path) -> Checkpoint:
 
 
 def read_state(path: Path, group: dist.ProcessGroup | None = None) -> Checkpoint:
-    """A published step without its tensors; all ranks of `group` together.
-
-    Raises:
-        DamagedError: its state or index does not agree with the manifest.
-    """
+    """A published step without its tensors; all ranks of `group` together."""
 
     def unreadable(reason: str) -> UserError:
         return DamagedError(f"{path} cannot be read: {reason}")
@@ -115,20 +108,13 @@ def restore_distributed(
 ) -> Checkpoint:
     """Fill tensors in place from a published step of any number of ranks; all ranks of `group` together.
 
-    All ranks raise the same error, before anything is changed.
+    All ranks raise the same error, before anything is changed. The returned checkpoint has no tensors.
 
     Args:
         path: The directory step-N, the same on all ranks.
         local_tensors: The slices that this rank requests; their tensors, on any device, are filled. A group
             that no rank requests is not read; in the others the ranks must request every tensor.
         group: A gloo group; None = this process alone.
-
-    Returns:
-        The checkpoint, without its tensors.
-
-    Raises:
-        DamagedError: as for `load`, in a file that is needed.
-        UserError: a tensor is missing, left over, or has another shape or dtype; the message names it.
     """
     path = Path(os.path.abspath(path))
     opened: list[_Opened] = []

@@ -42,10 +42,8 @@ def write_safetensors(
     """Write and sync a file that must not exist yet; returns its size and digest.
 
     Tensors may be on any device and have any strides. Those that are not contiguous on the CPU are copied,
-    one at a time. The strings of `metadata` go into the header.
-
-    Raises:
-        OSError: the disk is full or read-only; the caller removes the partial file.
+    one at a time. The strings of `metadata` go into the header. After an `OSError` the caller removes the
+    partial file.
     """
     crash_point(f"write:{path.name}")
     order = sorted(tensors, key=lambda key: (-tensors[key].dtype.itemsize, key))

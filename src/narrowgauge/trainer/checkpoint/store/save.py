@@ -77,18 +77,11 @@ class SavePlan:
         )
 
     def write(self) -> Path:
-        """Write the files of this rank, and publish what all ranks have written. Called by every rank.
+        """Write the files of this rank, publish what all ranks have written, and return the path of step-N.
 
-        The step becomes visible in full or not at all, and the newest `keep` valid steps are kept. All ranks
-        raise the same error.
-
-        Returns:
-            The path of step-N.
-
-        Raises:
-            PoisonedError: a floating-point tensor or value is not finite.
-            SaveError: the operating system refuses (disk full, no permission) on any rank. The staging
-                directory is removed, and older steps are unchanged.
+        Called by every rank. The step becomes visible in full or not at all, and the newest `keep` valid
+        steps are kept. All ranks raise the same error: a `PoisonedError`, or a `SaveError` if the operating
+        system refuses on any of them. The staging directory is then removed, and older steps are unchanged.
         """
         on_all_ranks(lambda: refuse_non_finite(self.tensors, self.state), self.group, self.failed)
         staging = self.directory / on_rank0(self._begin, self.group, self.failed)
@@ -150,9 +143,6 @@ def plan_save(
         keep: How many valid steps to keep, at least 2.
         run_id: The run that the checkpoint belongs to; `choose_step` requires it.
         group: A gloo group; None = this process alone.
-
-    Raises:
-        UserError: the slices overlap, leave a hole, or contradict each other; the same on all ranks.
     """
     assert keep >= 2
     assert step >= 0

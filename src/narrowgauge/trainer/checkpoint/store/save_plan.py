@@ -64,14 +64,7 @@ def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 def make_index(ranks: Sequence[LocalEntries]) -> Index:
-    """Decide which rank writes which slice.
-
-    Args:
-        ranks: The descriptions of all ranks, in order.
-
-    Raises:
-        UserError: the slices of a tensor contradict each other, overlap or leave a hole.
-    """
+    """Decide which rank writes which slice, from the descriptions of all ranks, in order."""
     index: dict[str, dict[str, Entry]] = {}
     held: list[tuple[int, int, str, str, TensorSlice, list[int]]] = []
     for group in dict.fromkeys(group for rank in ranks for group in rank):

@@ -61,11 +61,7 @@ class Batch:
 
 
 def count_windows(tokens: Source, sequence_length: int, part: str = "training") -> int:
-    """The number of windows in `tokens`, which is the number of samples in an epoch.
-
-    Raises:
-        UserError: a stream is shorter than one window and its last target; the message names `part`.
-    """
+    """The number of windows in `tokens`, which is the number of samples in an epoch."""
     return sum(_windows(as_mixture(tokens), sequence_length, part))
 
 
@@ -79,21 +75,8 @@ def training_batch(
 ) -> Batch:
     """Samples first_sample .. first_sample + count - 1 of the run, on the CPU.
 
-    Each rank requests its own slice of the samples of a step.
-
-    Args:
-        tokens: The training tokens.
-        seed: Seed of the sample order.
-        first_sample: Number of the first sample, counted from the start of the run.
-        count: B, the number of samples.
-        sequence_length: T.
-        separate_documents: Whether to return positions within documents; see the module.
-
-    Returns:
-        x_BT and y_BT of int64, shape (count, sequence_length).
-
-    Raises:
-        UserError: as `count_windows`.
+    Samples are counted from the start of the run, and each rank requests its own slice of those of a step.
+    With `separate_documents` the batch has positions within documents (see the module).
     """
     mixture = as_mixture(tokens)
     windows = _windows(mixture, sequence_length, "training")
@@ -109,19 +92,16 @@ def validation_batches(
     separate_documents: bool = False,
     sequences: int | None = None,
 ) -> Iterator[Batch]:
-    """Held-out batches on the CPU, the same on every call.
+    """Held-out batches on the CPU, the same on every call; the last may have fewer sequences than the others.
 
     Args:
         tokens: The held-out tokens.
-        batch_size: Sequences in a batch. The last batch may have fewer, so weight losses by `targets`.
+        batch_size: Sequences in a batch; weight losses by `Batch.targets`.
         sequence_length: T.
         limit: The maximum number of batches; None = no limit.
         separate_documents: As for `training_batch`.
         sequences: The maximum number of sequences, in place of `limit`; it does not depend on `batch_size`.
             If there are more windows, the selected ones are spread evenly over the tokens of all streams.
-
-    Raises:
-        UserError: as `count_windows`, when called, not during the iteration.
     """
     mixture = as_mixture(tokens)
     end_S = np.cumsum(_windows(mixture, sequence_length, "held-out"))

@@ -70,18 +70,9 @@ def open_data(
 
 
 def vocabulary_before_reading(source: str, tokenizer: str, weights: Sequence[float] = ()) -> int | None:
-    """The vocabulary size of a dataset, from its tokenizer and file headers alone.
+    """The vocabulary size of a dataset of `open_data`, from its tokenizer and file headers alone.
 
-    Args:
-        source: As for `open_data`.
-        tokenizer: Name of the tokenizer, or `AUTO`.
-        weights: As for `open_data`.
-
-    Returns:
-        The size, or None if it depends on the text or on all tokens.
-
-    Raises:
-        UserError: the source or the tokenizer cannot be used.
+    None if it depends on the text or on all tokens.
     """
     if tokenizer != AUTO:
         return None if tokenizer.startswith("bpe-") else make_tokenizer(tokenizer, ()).vocab_size
@@ -96,10 +87,6 @@ def why_absent(source: str, weights: Sequence[float] = ()) -> str:
     """Why this machine cannot open a dataset's sources, from their names alone; empty if it can.
 
     The hub is not asked.
-
-    Args:
-        source: As for `open_data`.
-        weights: As for `open_data`.
     """
     try:
         for name in split_sources(source, weights):
@@ -111,11 +98,7 @@ def why_absent(source: str, weights: Sequence[float] = ()) -> str:
 
 
 def split_sources(source: str, weights: Sequence[float] = ()) -> list[str]:
-    """Split a list of sources at its commas; an existing path that contains a comma is one source.
-
-    Raises:
-        UserError: the number of weights differs from the number of sources, or a weight is not positive.
-    """
+    """Split a list of sources at its commas; an existing path that contains a comma is one source."""
     names = [source] if user_path(source).exists() else [name.strip() for name in source.split(",")]
     if not all(names):
         raise UserError(f"data source {source!r} has an empty name between commas; remove the comma")

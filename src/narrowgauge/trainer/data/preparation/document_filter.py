@@ -85,11 +85,8 @@ class Options:
 class DocumentFilter:
     """Decides for each document in order whether it is kept and on which side, and counts its decisions.
 
-    Args:
-        source: Name of the source, for errors.
-        options: The options.
-        staging: Directory for temporary files and rejected.jsonl.
-        moved: The number of the document that changes sides; None: none does.
+    `staging` is the directory for temporary files and rejected.jsonl, `moved` the number of the document that
+    changes sides, if one does.
     """
 
     def __init__(self, source: str, options: Options, staging: Path, moved: int | None = None) -> None:

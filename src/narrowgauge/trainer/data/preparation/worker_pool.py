@@ -31,16 +31,10 @@ def usable_cores() -> int:
 
 
 def ordered_map(function: Callable[[A], B], items: Iterable[A], workers: int) -> Iterator[B]:
-    """Map items to results in several processes, in the order of the items.
+    """Map items, read as they are needed, to results in several processes, in the order of the items.
 
-    Args:
-        function: What is mapped; with several workers it, the items and the results are pickled.
-        items: The arguments of the function, read as they are needed.
-        workers: Number of processes; with 1 the caller does the work.
-
-    Raises:
-        UserError: a process was killed.
-        Exception: any error of the function.
+    With several workers the function, the items and the results are pickled; with one the caller does the
+    work. An error of the function is raised here.
     """
     assert workers >= 1
     if workers == 1:

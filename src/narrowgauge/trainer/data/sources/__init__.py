@@ -35,11 +35,7 @@ from narrowgauge.trainer.data.sources.wikipedia import dump
 
 
 def open_source(name: str, text_key: str = "text") -> Source:
-    """Open a source of the table above; the text of a row or line is found under `text_key`.
-
-    Raises:
-        UserError: the source does not exist or has no file that can be read.
-    """
+    """Open a source of the table above; the text of a row or line is found under `text_key`."""
     if name.startswith(hub.PREFIX):
         return hub.open_hub(name, text_key)
     if name == paths.STDLIB:

@@ -47,7 +47,6 @@ class ByteStream:
         """The decompressed blocks.
 
         Raises:
-            UserError: the file cannot be read.
             TruncatedError: the compressed data is damaged or incomplete.
         """
         suffix = self.path.suffix.lower()

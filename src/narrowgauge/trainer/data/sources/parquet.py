@@ -36,11 +36,7 @@ def rows(path: str, values: Sequence[Any], first_row: int) -> Records:
 
 
 def chunks(file: Input, key: str) -> Iterator[Chunk]:
-    """The rows of the column `key`, a few hundred at a time.
-
-    Raises:
-        UserError: pyarrow is not installed, or the file has no column of that name with text or bytes.
-    """
+    """The rows of the column `key`, a few hundred at a time."""
     arrow, parquet = (package(name, "a .parquet file") for name in ("pyarrow", "pyarrow.parquet"))
     row, size = 0, file.path.stat().st_size
     try:

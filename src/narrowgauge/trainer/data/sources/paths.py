@@ -85,7 +85,6 @@ def find_files(source: str, text_key: str) -> tuple[Input, ...]:
     A warning names the files of a directory or glob that are left out.
 
     Raises:
-        UserError: the source does not exist, matches no such file, or leads to a broken link.
         OSError: a folder cannot be read.
     """
     path = user_path(source)

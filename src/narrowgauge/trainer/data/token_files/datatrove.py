@@ -36,11 +36,7 @@ def is_datatrove(path: Path) -> bool:
 
 
 def open_datatrove(path: Path) -> OpenFile:
-    """The tokens of X.ds, the first of each document, and the name of the tokenizer.
-
-    Raises:
-        UserError: the index or the metadata is missing or contradicts the ids, or there is a mask.
-    """
+    """The tokens of X.ds, the first of each document, and the name of the tokenizer."""
     index, metadata = (_beside(path, suffix) for suffix in BESIDE)
     for file, setting in ((index, "save_index"), (metadata, "save_final_metadata")):
         if not file.is_file():
@@ -83,12 +79,7 @@ def open_datatrove(path: Path) -> OpenFile:
 def checked_tokenizer(opened: OpenFile, chosen: Tokenizer | None) -> Tokenizer:
     """The tokenizer that a file's metadata names, read from that path or from the hub's cache.
 
-    Args:
-        opened: The file.
-        chosen: The tokenizer to use; None: the one of that name.
-
-    Raises:
-        UserError: `chosen` is another one, or there is none and that of the name is not on this machine.
+    `chosen` is the tokenizer to use instead, if it is the same.
     """
     path, name, size = opened.path, opened.tokenizer or "", opened.tokens.dtype.itemsize
     file = _find(name)

@@ -53,7 +53,6 @@ def open_tokens(path: Path) -> OpenFile | None:
 
     Raises:
         OSError: the file cannot be read.
-        UserError: it resembles a token file, but not one that can be read.
     """
     if is_datatrove(path):
         return open_datatrove(path)

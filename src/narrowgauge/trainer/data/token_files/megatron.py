@@ -54,11 +54,7 @@ def is_megatron_index(path: Path) -> bool:
 
 
 def open_megatron(path: Path) -> OpenFile:
-    """The tokens of `path`, which is NAME.bin or NAME.idx, and the first of each document.
-
-    Raises:
-        UserError: the index is damaged, has another layout or dtype, or does not match its .bin.
-    """
+    """The tokens of `path`, which is NAME.bin or NAME.idx, and the first of each document."""
     index, data = path.with_suffix(".idx"), path.with_suffix(".bin")
     try:
         raw = np.memmap(index, dtype=np.uint8, mode="r")
@@ -86,16 +82,8 @@ def open_megatron(path: Path) -> OpenFile:
 def write_megatron(stem: Path, documents: Iterable[NDArray[Any]], vocab_size: int) -> tuple[Path, Path]:
     """Write STEM.bin and STEM.idx, one sequence for each document, and return both paths.
 
-    The .idx appears last, so a pair with an .idx is complete.
-
-    Args:
-        stem: The common path of both files, without a suffix.
-        documents: Ids in [0, vocab_size), each document with the end-of-document id last, as Megatron
-            expects.
-        vocab_size: Selects the dtype.
-
-    Raises:
-        UserError: a document is too long for the layout.
+    The end-of-document id is the last of each document, as Megatron expects. The .idx appears last, so a pair
+    with an .idx is complete.
     """
     dtype = np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
     data, index = (stem.with_name(stem.name + suffix) for suffix in (".bin", ".idx"))

@@ -53,11 +53,7 @@ Files = list[OpenFile]
 
 
 def token_files(source: str) -> tuple[Files, Files] | None:
-    """The files of a source to train on and those held out (none: the tail); None if it holds no tokens.
-
-    Raises:
-        UserError: a glob matches token files and other files, or a file is damaged.
-    """
+    """The files of a source to train on and those held out (none: the tail); None if it holds no tokens."""
     path = user_path(source)
     try:
         if path.is_dir():
@@ -95,16 +91,10 @@ def token_files(source: str) -> tuple[Files, Files] | None:
 def open_token_source(
     source: str, files: tuple[Files, Files], tokenizer: str | None, report: Progress
 ) -> Dataset:
-    """Open the token files of a source.
+    """Open the token files of a source, the result of `token_files`.
 
-    Args:
-        source: The name of the source.
-        files: The result of `token_files(source)`.
-        tokenizer: Name of the tokenizer; None = the one that comes with the files.
-        report: Called as bytes are read.
-
-    Raises:
-        UserError: the files have several layouts, the vocabulary is unknown, or an id exceeds it.
+    Without the name of a tokenizer, the one that comes with the files is used. `report` is called as bytes
+    are read.
     """
     opened = [*files[0], *files[1]]
     if other := next((file for file in opened if file.layout != opened[0].layout), None):

@@ -75,10 +75,7 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 class TokenWriter(AbstractContextManager["TokenWriter"]):
     """Writes ids in [0, vocab_size), `most` to each file but the last; a file appears in full or not at all.
 
-    Args:
-        paths: The paths of the files, of which the first is always written.
-        vocab_size: Selects the dtype.
-        most: Tokens in a file.
+    The first of `paths` is always written; `vocab_size` selects the dtype.
     """
 
     _path: Path
@@ -176,11 +173,7 @@ def open_token_file(path: Path, expected: TokenFile | None = None) -> Tokens:
 
 
 def verify_token_file(path: Path, expected: TokenFile, vocab_size: int) -> None:
-    """Read all of `path` and compare it with the facts recorded when it was written.
-
-    Raises:
-        UserError: as `open_token_file`; the digest differs, or an id exceeds the vocabulary.
-    """
+    """Read all of `path` and compare it with the facts recorded when it was written."""
     tokens = open_token_file(path, expected)
     check_ids(path, tokens, vocab_size, damaged)
     if sha256_of(path, follow_links=True) != expected.sha256:

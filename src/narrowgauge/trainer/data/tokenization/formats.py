@@ -117,11 +117,7 @@ def tokenizer_files(path: Path) -> tuple[Path, ...]:
 
 
 def read_library(path: Path) -> Library:
-    """The tokenizer in the file or folder `path`, in any of the three formats.
-
-    Raises:
-        UserError: it is missing, unreadable, or in none of the formats.
-    """
+    """The tokenizer in the file or folder `path`, in any of the three formats."""
     try:
         files = tokenizer_files(path)
         content = files[0].read_bytes() if files else b""
@@ -157,13 +153,10 @@ def byte_level_bpe(
     pattern: str | None = None,
     ignore_merges: bool = False,
 ) -> Library:
-    """A byte-level BPE.
+    """A byte-level BPE of tokens written as `byte_characters`; the first pair of `merges` is joined first.
 
-    Args:
-        vocabulary: The id of each token, its bytes written as `byte_characters`.
-        merges: The pairs of tokens that are joined, the first one first.
-        pattern: How text is cut into pieces; None: as in GPT-2, "": not at all.
-        ignore_merges: Whether a piece that is a token is looked up.
+    `pattern` cuts text into pieces; None: as in GPT-2, "": not at all. With `ignore_merges` a piece that is a
+    token is looked up.
     """
     library = Library(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=ignore_merges))
     last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)

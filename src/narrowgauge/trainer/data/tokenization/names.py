@@ -18,11 +18,7 @@ from narrowgauge.trainer.data.tokenization.tokenizer import (
 
 
 def make_tokenizer(name: str, texts: Iterable[str]) -> Tokenizer:
-    """The tokenizer called `name`; `bpe-N` is trained on `texts`.
-
-    Raises:
-        UserError: as `tokenizer_identity` and `load_tokenizer`.
-    """
+    """The tokenizer called `name`; `bpe-N` is trained on `texts`."""
     if name == "bytes":
         return bytes_tokenizer()
     if entries := _entries("ids", name):
@@ -33,11 +29,7 @@ def make_tokenizer(name: str, texts: Iterable[str]) -> Tokenizer:
 
 
 def tokenizer_identity(name: str) -> str:
-    """What determines the ids of a text: the name of a built-in tokenizer, or the digest of its files.
-
-    Raises:
-        UserError: the name is neither one of the above nor a file.
-    """
+    """What determines the ids of a text: the name of a built-in tokenizer, or the digest of its files."""
     if name == "bytes" or _bpe_entries(name) or _entries("ids", name):
         return name
     content = b"".join(file.read_bytes() for file in tokenizer_files(_existing(name)))

@@ -55,11 +55,7 @@ class TextGuard:
         return set(text) | {byte_characters()[byte] for byte in text.encode("utf-8")}
 
     def checked(self, text: str, ids: list[int], encode: Callable[[str], list[int]]) -> list[int]:
-        """The ids of a text without control tokens; `encode` encodes its parts.
-
-        Raises:
-            UserError: a character of the text has no token, or its ids contain a control token nevertheless.
-        """
+        """The ids of a text without control tokens; `encode` encodes its parts."""
         if self._known is not None and (lost := next(self._lost(text), None)) is not None:
             raise UserError(
                 f"the tokenizer has no token for {lost!r} and none for unknown characters, so it would "

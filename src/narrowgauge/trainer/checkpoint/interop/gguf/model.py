@@ -91,23 +91,11 @@ def write_gguf_model(
     dtype: torch.dtype | None,
     special_tokens: Mapping[str, Any] | None = None,
 ) -> list[str]:
-    """Write a model under its recipe as one new file.
+    """Write a model under its recipe as one new file, and say which layers' codes no type of ggml holds.
 
-    Args:
-        path: The file.
-        model: The model, whose layers have their casts.
-        weights: Its weights in float32, by our names.
-        tokenizer: Its tokenizer.json; None if there is none.
-        dtype: The dtype of weights that have no narrow cast; None for the narrower of bf16 and fp32 that
-            holds the values of the forward pass exactly.
-        special_tokens: The result of `huggingface.special_tokens_of`.
-
-    Returns:
-        Sentences on the layers whose codes no type of ggml holds.
-
-    Raises:
-        UserError: llama.cpp has no architecture for the model, or no rule for its tokenizer, or weights
-            are multiplied in a rotated basis.
+    `weights` are float32, by our names. Those without a narrow cast are stored in `dtype`; None: in the
+    narrower of bf16 and fp32 that holds the values of the forward pass exactly. `special_tokens` is the
+    result of `huggingface.special_tokens_of`.
     """
     config, kept = model.config, special_tokens or {}
     arch = _architecture(config)

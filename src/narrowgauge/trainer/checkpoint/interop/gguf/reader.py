@@ -48,11 +48,7 @@ _INPUT_SCALE = ".input_scale"
 
 
 def read_gguf_external(path: Path) -> ExternalModel:
-    """The model in a GGUF file; nothing in it is executed.
-
-    Raises:
-        UserError: The file is damaged, or holds something that would be lost.
-    """
+    """The model in a GGUF file; nothing in it is executed."""
     file = read_gguf(path)
     tensors = file.tensors
     config = _config(path, file.metadata, tensors)

@@ -33,16 +33,9 @@ def tokenizer_keys(
     token_ids: Mapping[str, Any],
     chat_template: object = None,
 ) -> dict[str, Any]:
-    """The keys for a model with `entries` rows of its embedding.
+    """The keys for a model with `entries` rows of its embedding, and perhaps without a tokenizer.
 
-    Args:
-        tokenizer: The tokenizer; None if the model came without one.
-        entries: The number of ids.
-        token_ids: "bos_token_id" and "eos_token_id", as in a `config.json`.
-        chat_template: The Jinja text, if there is one.
-
-    Raises:
-        UserError: The tokenizer is neither byte-level BPE with a rule that llama.cpp names, nor plain ids.
+    `token_ids` has "bos_token_id" and "eos_token_id", as a `config.json`; the chat template is Jinja text.
     """
     if tokenizer is None:
         return {"tokenizer.ggml.model": "none"}
@@ -71,11 +64,7 @@ def tokenizer_keys(
 
 
 def tokenizer_of(metadata: Mapping[str, Any]) -> Tokenizer | None:
-    """The tokenizer of the keys of a file; None without one, or of another kind or rule.
-
-    Raises:
-        UserError: The keys contradict each other.
-    """
+    """The tokenizer of the keys of a file; None without one, or of another kind or rule."""
     rule, tokens = metadata.get("tokenizer.ggml.pre"), metadata.get("tokenizer.ggml.tokens")
     if metadata.get("tokenizer.ggml.model") != "gpt2" or rule not in PATTERNS or not isinstance(tokens, list):
         return None
