@@ -10,13 +10,15 @@ A tool is a module around one table of its names, which both directions use:
     read          what a file specifies; without it, files are not read
 """
 
+import re
 import shlex
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 
+import narrowgauge
 from narrowgauge.exchange import megatron, modelopt, qwix, te, torchao
-from narrowgauge.exchange.header import header, words
 from narrowgauge.exchange.layers import narrowed
 from narrowgauge.exchange.reading import Reading, read_text
 from narrowgauge.exchange.refusal import Refusal, Refused, cast_refusals, outside_products, refused
@@ -37,6 +39,10 @@ TARGETS: Mapping[str, ModuleType] = {
 }
 #: The tools whose files can be read.
 SOURCES = {name: tool for name, tool in TARGETS.items() if hasattr(tool, "read")}
+# The comment at the top of a written file, which is read again.
+_FIRST = re.compile(r"Recipe (?P<name>\S+) of narrowgauge \S+, for ")
+_LINE = "Written by: "
+_SOURCE = "Source of the recipe: "
 
 
 def refusals(recipe: Recipe, target: str) -> list[Refusal]:
@@ -81,7 +87,7 @@ def write_recipe(recipe: Recipe, target: str, blocks: int | None = None, given: 
     if not given and is_shipped(recipe):
         given = [recipe.name]
     line = ["narrowgauge", "recipes", *given, "--to", target, *of_blocks] if given else []
-    return f"{header(recipe, tool.VERSION, shlex.join(line), tool.notes(plain))}\n\n{body}"
+    return f"{_header(recipe, tool.VERSION, shlex.join(line), tool.notes(plain))}\n\n{body}"
 
 
 def read_recipe(path: str | Path, source: str, blocks: int | None = None) -> Recipe:
@@ -103,9 +109,40 @@ def read_recipe(path: str | Path, source: str, blocks: int | None = None) -> Rec
         raise unknown("source", source, SOURCES)
     file, tool = Path(path), SOURCES[source]
     reading: Reading = tool.read(file, blocks)
-    named = words(read_text(file)) or {
+    named = _words(read_text(file)) or {
         "name": file.stem,
         "title": f"read from {file.name}, a file of {source}",
         "source": f"{file.name}, by the names of {tool.VERSION}",
     }
     return Recipe.from_toml(reading.toml(named, "bf16"), str(path))
+
+
+def _header(recipe: Recipe, version: str, line: str, notes: Sequence[str]) -> str:
+    """The comment of a written file for a tool and its version.
+
+    `line` is the command line that writes the file, "" if none does; `notes` are what its user has to know.
+    """
+    lines = [
+        f"Recipe {recipe.name} of narrowgauge {narrowgauge.__version__}, for {version}.",
+        *([f"{_LINE}{line}"] if line else []),
+        f"{recipe.title[:1].upper()}{recipe.title[1:]}.",
+        f"{_SOURCE}{recipe.source}.",
+        *notes,
+    ]
+    wrapped = (textwrap.wrap(t, 108, subsequent_indent="    ", break_long_words=False) for t in lines)
+    return "\n".join(f"# {line}".rstrip() for part in wrapped for line in part)
+
+
+def _words(text: str) -> dict[str, str]:
+    """The name, title and source of a written file; nothing for a file without this header."""
+    head = text.partition("\n\n")[0]
+    lines = [line.strip() for line in re.sub(r"\n# {5}", " ", head).split("\n")]
+    if not lines or not all(line.startswith("#") for line in lines):
+        return {}
+    said = [line.removeprefix("#").strip() for line in lines]
+    first = _FIRST.match(said[0])
+    title, source = [*(text for text in said[1:] if not text.startswith(_LINE)), "", ""][:2]
+    if not first or not source.startswith(_SOURCE):
+        return {}
+    source = source.removeprefix(_SOURCE).removesuffix(".")
+    return {"name": first["name"], "title": title.removesuffix("."), "source": source}

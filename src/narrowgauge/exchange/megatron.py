@@ -15,8 +15,7 @@ from narrowgauge.exchange import te
 from narrowgauge.exchange.layers import kept
 from narrowgauge.exchange.reading import Keep, Reading, read_text, yaml_documents
 from narrowgauge.exchange.refusal import Refusal
-from narrowgauge.exchange.te import choices
-from narrowgauge.exchange.te_tables import delayed_scaling, own_recipe, own_recipes
+from narrowgauge.exchange.te import choices, delayed_scaling, own_recipe, own_recipes
 from narrowgauge.quantization import Cast
 from narrowgauge.recipes.places import GEMM_PLACES
 from narrowgauge.recipes.recipe import Recipe

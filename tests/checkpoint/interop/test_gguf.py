@@ -15,20 +15,21 @@ from narrowgauge.quantization import cast, quantize
 from narrowgauge.recipes import recipe_names
 from narrowgauge.system.errors import UserError
 from narrowgauge.trainer.checkpoint.interop.external_model import is_external_model, read_external_model
-from narrowgauge.trainer.checkpoint.interop.gguf.blocks import code_rows, type_of, values_of
 from narrowgauge.trainer.checkpoint.interop.gguf.container import (
     StoredRows,
     block_of,
+    code_rows,
     is_readable,
     read_gguf,
+    type_of,
+    values_of,
     write_gguf,
 )
 from narrowgauge.trainer.checkpoint.interop.gguf.model import expected_values, gguf_map, read_gguf_model
 from narrowgauge.trainer.checkpoint.interop.gguf.tokenizer import settings_of, tokenizer_keys, tokenizer_of
 from narrowgauge.trainer.checkpoint.interop.read_back import require_read_back
-from narrowgauge.trainer.data import bytes_tokenizer, load_tokenizer, train_bpe
+from narrowgauge.trainer.data import bytes_tokenizer, ids_tokenizer, load_tokenizer, train_bpe
 from narrowgauge.trainer.data.tokenization.formats import PATTERNS
-from narrowgauge.trainer.data.tokenization.tokenizer import ids_tokenizer
 
 SIZES = {"layers": 3, "ffn_dim": 64}
 TYPE = {"bf16": "BF16", "fp32": "F32", "mxfp4": "MXFP4", "nvfp4": "NVFP4", "mxint8": "Q8_0", "fp8": "F32"}

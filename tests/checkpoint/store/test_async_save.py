@@ -8,8 +8,7 @@ import sys
 import pytest
 import torch
 
-from narrowgauge.trainer.checkpoint import AsyncSaver, PoisonedError, newest_valid, steps
-from narrowgauge.trainer.checkpoint.store.slices import full_tensor
+from narrowgauge.trainer.checkpoint import AsyncSaver, PoisonedError, full_tensor, newest_valid, steps
 from support.checkpoint_ranks import assert_whole
 from support.fault_table import case
 

@@ -13,8 +13,7 @@ import zstandard
 from data.reading import refusal, texts
 from data.reading import write as written
 from narrowgauge.system.errors import UserError
-from narrowgauge.trainer.data import open_corpus, prepare
-from narrowgauge.trainer.data.preparation.document_filter import Options
+from narrowgauge.trainer.data import Options, open_corpus, prepare
 from support.fault_table import case
 
 TEXTS = ["one", "two\nlines \u2014 caf\u00e9", " three ", "four \U0001f682", "five"]

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data.reading import names, pairs, refusal, texts, write
-from narrowgauge.trainer.data import prepare
-from narrowgauge.trainer.data.preparation.document_filter import Options
+from narrowgauge.trainer.data import Options, prepare
 from narrowgauge.trainer.data.sources.text import cut_text
 
 PARTS = ["x", "\n", "\r", "\r\n", "\u2028", "\n\n", "words " * 900, "y" * 16383, "z" * 20000]

@@ -64,8 +64,8 @@ def test_what_is_no_token_file_is_left_alone(tmp_path):
 HEADER = b"\x93NUMPY\1\0v\0{'descr': '<u2', 'fortran_order': False, 'shape': (9,)}".ljust(127) + b"\n"
 NEARLY = {
     "magic 20240521, version 1, 50 tokens": struct.pack("<3i", 20240521, 1, 50) + bytes(1112),
-    "it is a GPT-2 model of llm.c's": struct.pack("<3i", 20240326, 3, 1024) + bytes(1012),
-    "it is an evaluation of llm.c's": struct.pack("<3i", 20240522, 1, 9) + bytes(1012),
+    "it is llm.c's gpt2 model": struct.pack("<3i", 20240326, 3, 1024) + bytes(1012),
+    "it is llm.c's evaluation": struct.pack("<3i", 20240522, 1, 9) + bytes(1012),
     "it is llmq's": b"BIN.TOK\n" + struct.pack("<3i", 1, 4, 9) + bytes(1040),
     "numpy": HEADER,
 }

@@ -9,24 +9,21 @@ from enum import IntEnum
 
 
 class LlmcMagic(IntEnum):
-    """The first integer of each kind of llm.c file; `description` has an article if the kind is countable."""
+    """The first integer of each kind of llm.c file."""
 
-    description: str
+    GPT2_MODEL = 20240326
+    DEBUG_STATE = 20240327
+    TOKENIZER = 20240328
+    TOKENS = 20240520
+    EVALUATION = 20240522
+    TRAINING_STATE = 20240527
+    LLAMA3_TOKENS = 20240801
+    LLAMA3_MODEL = 20240803
 
-    GPT2_MODEL = 20240326, "a GPT-2 model"
-    DEBUG_STATE = 20240327, "a debug state"
-    TOKENIZER = 20240328, "a tokenizer"
-    TOKENS = 20240520, "tokens"
-    EVALUATION = 20240522, "an evaluation"
-    TRAINING_STATE = 20240527, "a training state"
-    LLAMA3_TOKENS = 20240801, "tokens of Llama 3"
-    LLAMA3_MODEL = 20240803, "a Llama 3 model"
-
-    def __new__(cls, value: int, description: str = "") -> "LlmcMagic":
-        """Make a number with a description."""
-        self = int.__new__(cls, value)
-        self._value_, self.description = value, description
-        return self
+    @property
+    def kind(self) -> str:
+        """The kind of file in words."""
+        return self.name.lower().replace("_", " ")
 
 
 ZIP = b"PK\x03\x04"

@@ -23,7 +23,8 @@ import torch
 from numpy.typing import NDArray
 
 from narrowgauge.system.errors import UserError
-from narrowgauge.trainer.checkpoint.interop.name_map import ExternalModel, external_model
+from narrowgauge.trainer.checkpoint.interop.hf_config import FAMILIES
+from narrowgauge.trainer.checkpoint.interop.name_map import ExternalModel, external_model, parameter_shapes
 from narrowgauge.trainer.checkpoint.interop.safetensors_reader import PRECISIONS, refuse_pickle
 from narrowgauge.trainer.checkpoint.store.nonfinite import is_finite
 from narrowgauge.trainer.data.signatures import LlmcMagic
@@ -38,10 +39,7 @@ _HINTS = {
     LlmcMagic.TRAINING_STATE: ", whose weights are in the model_*.bin next to it",
 }
 #: What is not in the header, because it is the same in all of these models.
-_GPT2: dict[str, Any] = {
-    **{"positions": "learned", "norm": "layer", "mlp": "gelu", "bias": True, "qkv_bias": True},
-    **{"qk_norm": False, "experts": 0, "tied_head": True, "norm_eps": 1e-5},
-}
+_GPT2: dict[str, Any] = {**FAMILIES["gpt2"].fixed, "experts": 0, "tied_head": True, "norm_eps": 1e-5}
 _LAYER = ("attention_norm", "qkv", "attention_out", "mlp_norm", "up", "down")
 
 
@@ -113,24 +111,14 @@ def write_llmc(
 
 def _stored(config: ModelConfig, padded: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Name and shape of every tensor, in the order of the file."""
-    C = config.dim
-    shapes = {
-        "attention_norm": (C,),
-        "qkv": (3 * C, C),
-        "attention_out": (C, C),
-        "mlp_norm": (C,),
-        "up": (4 * C, C),
-        "down": (C, 4 * C),
-    }
-    yield "embedding.weight", (padded, C)
-    yield "position_embedding.weight", (config.max_sequence_length, C)
-    for module in _LAYER:
-        for parameter in ("weight", "bias"):
-            for i in range(config.layers):
-                shape = shapes[module]
-                yield f"blocks.{i}.{module}.{parameter}", shape if parameter == "weight" else shape[:1]
-    yield "norm.weight", (C,)
-    yield "norm.bias", (C,)
+    shapes = parameter_shapes(config)
+    parameters = [f"{module}.{parameter}" for module in _LAYER for parameter in ("weight", "bias")]
+    yield "embedding.weight", (padded, config.dim)
+    yield "position_embedding.weight", shapes["position_embedding.weight"]
+    for name in (f"blocks.{i}.{parameter}" for parameter in parameters for i in range(config.layers)):
+        yield name, shapes[name]
+    yield "norm.weight", shapes["norm.weight"]
+    yield "norm.bias", shapes["norm.bias"]
 
 
 def _header(path: Path) -> NDArray[np.int32]:
@@ -145,8 +133,8 @@ def _header(path: Path) -> NDArray[np.int32]:
             "end in .gguf; name one, or a folder: a run, or one of Hugging Face's"
         )
     if (known := LlmcMagic(magic)) != LlmcMagic.GPT2_MODEL:
-        description = known.description + _HINTS.get(known, "")
-        raise UserError(f"{path} is a file of llm.c's, but not a GPT-2 model: it is {description}")
+        kind = known.kind + _HINTS.get(known, "")
+        raise UserError(f"{path} is a file of llm.c's, but not a GPT-2 model: it is its {kind}")
     if len(header) < _HEADER:
         raise _wrong(path, f"{len(data)} bytes, where the header alone has {4 * _HEADER}")
     if int(header[1]) not in VERSIONS:
@@ -157,7 +145,7 @@ def _header(path: Path) -> NDArray[np.int32]:
 def _config(path: Path, length: int, vocab: int, layers: int, heads: int, channels: int) -> ModelConfig:
     if not all(0 < n < _MOST for n in (length, vocab, layers, heads, channels)):
         raise _wrong(path, "a dimension that is not positive, or too large for any model")
-    if layers * 12 * channels * channels > path.stat().st_size:
+    if layers * (12 * channels + 13) * channels * 2 > path.stat().st_size:
         raise _wrong(path, f"{layers} layers of {channels} channels in {path.stat().st_size} bytes")
     try:
         return ModelConfig(

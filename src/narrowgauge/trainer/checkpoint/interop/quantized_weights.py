@@ -12,32 +12,50 @@ A quantized linear layer LAYER has codes and scales in place of a LAYER.weight o
     ModelOpt, FP8               weight e4m3, weight_scale (1)                             q * s
       NVFP4                     weight (N, K/2), weight_scale e4m3 (N, K/16),
                                   weight_scale_2 (1)                                      q * (s * scale_2)
-    gpt-oss, MXFP4                experts in stacks (`expert_stacks.py`)                  q * 2^(s - 127)
+    gpt-oss, MXFP4              experts in stacks (below)                                 q * 2^(s - 127)
 
 q has the values of its format, N rows and K columns. Everything is computed in float32, which rounds only the
 multiplication by an fp32 scale, once. Scales of activations and of a KV cache are not weights, and are
 skipped.
 
+gpt-oss stores the experts of a layer in one stack of MXFP4 blocks, of E experts, N outputs and K inputs:
+
+    P_blocks   (E, N, K/32, 16) uint8    two E2M1 codes a byte, the even column low
+    P_scales   (E, N, K/32) E8M0
+
+P is `LAYER.experts.gate_up_proj` or `.down_proj`. In `gate_up_proj` the rows of gate precede the rows of up,
+as transformers 5 stacks the experts of Mixtral and Qwen3. (gpt-oss itself interleaves them, and is not
+supported.) The scale code 255 is NaN (OCP MX 1.0, section 5.4.1), and a folder that contains it is refused.
+
 (Sources: DeepSeek-V3, `inference/kernel.py`; vllm-project/compressed-tensors 0.20, `compressors/`;
-NVIDIA/Model-Optimizer 0.47, `modelopt/torch/quantization/qtensor/nvfp4_tensor.py`.)
+NVIDIA/Model-Optimizer 0.47, `modelopt/torch/quantization/qtensor/nvfp4_tensor.py`; `integrations/mxfp4.py` of
+Hugging Face transformers, `convert_moe_packed_tensors`.)
 """
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from narrowgauge.formats import decode, format, unpack
 from narrowgauge.system.errors import UserError
-from narrowgauge.trainer.checkpoint.interop.expert_stacks import PARTS, stacked_weights
 from narrowgauge.trainer.checkpoint.interop.safetensors_reader import TensorFolder
 from narrowgauge.trainer.checkpoint.interop.sound_scales import require_sound
 
 METHODS = ("fp8", "compressed-tensors", "modelopt", "mxfp4")
 _NO_WEIGHT = ("input_scale", "input_global_scale", "weight_shape", "k_scale", "v_scale", "activation_scale")
 _BESIDE = ("weight_packed", "weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale")
+
+BLOCKS, SCALES = PARTS = "_blocks", "_scales"
+_BYTES = 16  # of the codes in a block
+#: The layers of an expert in each matrix, for `block_sparse_moe.experts` (Mixtral) and for the others.
+_LAYERS: dict[str, dict[bool, tuple[str, ...]]] = {
+    "gate_up_proj": {True: ("w1", "w3"), False: ("gate_proj", "up_proj")},
+    "down_proj": {True: ("w2",), False: ("down_proj",)},
+}
 
 
 def require_readable(quantization: Mapping[str, Any], where: str) -> None:
@@ -57,6 +75,46 @@ def require_readable(quantization: Mapping[str, Any], where: str) -> None:
             f"{where}: its transform_config rotates what is computed at {online[0]!r}, so the weights are of "
             "a rotated model (QuIP, SpinQuant), which is not read here; give the unquantized model"
         )
+
+
+@dataclass(frozen=True)
+class StackedWeight:
+    """The location of one weight in a stack: an expert, and rows of its matrix."""
+
+    stack: str
+    expert: int
+    rows: slice
+
+    def read(self, files: TensorFolder) -> dict[str, torch.Tensor]:
+        """Codes and scales, under the names that compressed-tensors gives a layer with the same bytes."""
+        blocks, scales = (files.read_stored(self.stack + part, (self.expert, self.rows)) for part in PARTS)
+        return {"weight_packed": blocks.flatten(-2), "weight_scale": scales}
+
+
+def stacked_weights(files: TensorFolder) -> Mapping[str, StackedWeight]:
+    """The weights of all stacked experts, by the names they have in a folder with one tensor for each."""
+    stacks = (name.removesuffix(BLOCKS) for name in files.file_of if name.endswith(BLOCKS))
+    return {name: weight for stack in stacks for name, weight in _weights_of(stack, files)}
+
+
+def _weights_of(stack: str, files: TensorFolder) -> Iterator[tuple[str, StackedWeight]]:
+    experts, _, matrix = stack.rpartition(".")
+    if matrix not in _LAYERS:
+        return
+    shape = files.shape(stack + BLOCKS)
+    scales = files.shape(stack + SCALES) if stack + SCALES in files.file_of else None
+    layers = _LAYERS[matrix]["block_sparse_moe." in experts]
+    if len(shape) != 4 or 0 in shape or shape[3] != _BYTES or shape[1] % len(layers) or scales != shape[:3]:
+        raise UserError(
+            f"the experts {stack!r} in {files.folder} have blocks of shape {shape} and scales of shape "
+            f"{scales}, and (experts, outputs, inputs / 32, 16) and (experts, outputs, inputs / 32) are "
+            "read; give the unquantized model"
+        )
+    count, rows = shape[0], shape[1] // len(layers)
+    for expert in range(count):
+        for i, layer in enumerate(layers):
+            place = StackedWeight(stack, expert, slice(i * rows, (i + 1) * rows))
+            yield f"{experts}.{expert}.{layer}.weight", place
 
 
 class QuantizedFolder:

@@ -25,6 +25,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from narrowgauge.system.errors import UserError
@@ -34,10 +35,10 @@ from narrowgauge.trainer.checkpoint.store.manifest import (
     DamagedError,
     FileEntry,
     Manifest,
+    add_verified,
+    drop_verified,
     verify,
-    verify_listing,
 )
-from narrowgauge.trainer.checkpoint.store.verified_cache import add_verified, drop_verified, is_verified
 
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 _STAGING = re.compile(r"step-[0-9]+\.tmp-.*")
@@ -110,7 +111,7 @@ def publish(staging: Path, manifest: Manifest) -> Path:
     directory.
     """
     directory, final = staging.parent, staging.parent / f"step-{manifest.step}"
-    if not _holds(final, manifest):
+    if _valid(final, manifest.run_id, again=True) != manifest:
         if os.path.lexists(final):
             _quarantine(final)
         crash_point("publish")
@@ -129,15 +130,14 @@ def retain(directory: Path, keep: int, published: Manifest) -> None:
     """Remove everything older than the newest `keep` valid steps.
 
     A step counts as valid only if every byte of it verifies, so a damaged one never takes the place of a good
-    one. Files that this process has written or verified are not read again while they are unchanged
-    (`verified_cache.py`).
+    one.
     """
     assert keep >= 2, "with fewer than two checkpoints, one bad disk block ends the run"
     oldest, valid = published.step, 1
     for step in reversed(steps(directory)):
         if valid == keep:
             break
-        if step < published.step and _valid(directory / f"step-{step}", published.run_id):
+        if step < published.step and _valid(directory / f"step-{step}", published.run_id, again=False):
             oldest, valid = step, valid + 1
     if valid < keep:
         return
@@ -160,22 +160,11 @@ def _names(directory: Path) -> list[str]:
         ) from error
 
 
-def _valid(path: Path, run_id: str) -> bool:
-    try:
-        if is_verified(path):
-            return verify_listing(path, run_id) is not None
-        verify(path, run_id, cores=1)  # training needs the others
-    except DamagedError:
-        return False
-    return True
-
-
-def _holds(path: Path, manifest: Manifest) -> bool:
-    """Whether a published step is valid and has this manifest."""
-    try:
-        return verify(path, cores=1) == manifest
-    except DamagedError:
-        return False
+def _valid(path: Path, run_id: str, again: bool) -> Manifest | None:
+    """The manifest of a published step that is valid; None of another."""
+    with suppress(DamagedError):
+        return verify(path, run_id, cores=1, again=again)  # training needs the other cores
+    return None
 
 
 def _quarantine(path: Path) -> None:

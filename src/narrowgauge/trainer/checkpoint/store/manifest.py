@@ -14,6 +14,11 @@ The text is canonical (sorted keys, fixed layout), and any other text is refused
 bit and duplicate names. A digest shows damage but is not a signature: anyone can forge a manifest together
 with its files. A forged one is harmless, because file names are plain names, only regular files are opened,
 and nothing that is read is ever executed.
+
+A file that this process has written or hashed is assumed unchanged while its inode, size and times are: a
+writer changes them, and only a disk that loses bits by itself does not. Otherwise, counting the valid
+checkpoints before an old one is removed would read each of them at each save. At every start of a run
+everything is hashed again.
 """
 
 import hashlib
@@ -28,13 +33,15 @@ from typing import Any
 
 from narrowgauge.system.errors import UserError
 from narrowgauge.system.files import open_regular, sha256_of
-from narrowgauge.trainer.checkpoint.store.verified_cache import add_verified
 
 MANIFEST = "manifest.json"
 VERSION = 1
 MAX_BYTES = 16 << 20  # size of a manifest: bounds the memory that a hostile one can use
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+# Name, inode, size and times of each file of the directories that this process has written or verified.
+_Fingerprint = frozenset[tuple[str, int, int, int, int]]
+_verified: dict[Path, _Fingerprint | None] = {}
 
 
 class DamagedError(UserError):
@@ -117,16 +124,39 @@ def _from_json(content: Any) -> Manifest:
     return Manifest(step, run_id, files)
 
 
-def verify(directory: Path, run_id: str | None = None, cores: int | None = None) -> Manifest:
+def verify(
+    directory: Path, run_id: str | None = None, cores: int | None = None, again: bool = True
+) -> Manifest:
     """Check a published directory step-N in full: its name, the set of files, each size, each SHA-256.
 
-    With `run_id` it must belong to that run. `cores` files are hashed at a time; None = one on each core. The
+    With `run_id` it must belong to that run. `cores` files are hashed at a time; None = one on each core. If
+    not `again`, files that this process has verified are not read while they are unchanged. The
     `DamagedError` names the file and the reason, also if the operating system cannot read it.
     """
-    manifest = verify_listing(directory, run_id)
-    verify_files(directory, manifest, manifest.files, cores)
-    add_verified(directory)
+    manifest, known = verify_listing(directory, run_id), _verified.get(directory.absolute())
+    if again or known is None or known != _fingerprint(directory):
+        verify_files(directory, manifest, manifest.files, cores)
+        add_verified(directory)
     return manifest
+
+
+def add_verified(directory: Path) -> None:
+    """Record that every byte of the directory has just been written or verified."""
+    _verified[directory.absolute()] = _fingerprint(directory)
+
+
+def drop_verified(directory: Path) -> None:
+    """Forget a directory that is being removed."""
+    _verified.pop(directory.absolute(), None)
+
+
+def _fingerprint(directory: Path) -> _Fingerprint | None:
+    try:
+        with os.scandir(directory) as entries:
+            stats = [(entry.name, entry.stat(follow_symlinks=False)) for entry in entries]
+    except OSError:
+        return None
+    return frozenset((name, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for name, s in stats)
 
 
 def verify_listing(directory: Path, run_id: str | None = None) -> Manifest:

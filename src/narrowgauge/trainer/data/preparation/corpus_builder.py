@@ -1,6 +1,7 @@
 """Builds one corpus: digests files, reads and encodes documents, writes token files and the manifest."""
 
 import hashlib
+import heapq
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
@@ -21,7 +22,6 @@ from narrowgauge.trainer.data.preparation.document_filter import (
     Options,
 )
 from narrowgauge.trainer.data.preparation.encode import Batch, ReadDocument, encode_chunk, read_chunk
-from narrowgauge.trainer.data.preparation.training_texts import TrainingTexts
 from narrowgauge.trainer.data.preparation.worker_pool import ordered_map
 from narrowgauge.trainer.data.sources import no_text
 from narrowgauge.trainer.data.sources.byte_stream import unreadable
@@ -33,6 +33,7 @@ from narrowgauge.trainer.data.tokenization.names import make_tokenizer
 from narrowgauge.trainer.data.tokenization.tokenizer import load_tokenizer
 
 MOST_TOKENS = 1 << 30  # in one token file
+TRAINING_CHARACTERS = 8 << 20  # more text changes the merges little, but costs time and memory
 
 
 class SourceFiles:
@@ -71,6 +72,33 @@ class SourceFiles:
                     f"data source {self.source.name!r} changed while it was read, at {file.name}; prepare it "
                     "again"
                 )
+
+
+class TrainingTexts:
+    """The texts to train a tokenizer on: of training documents only, and the same ones in every run.
+
+    They are those with the lowest digests, until there are enough characters; a heap holds no more.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, int, str]] = []  # (-digest, number, text); the highest digest first
+        self._characters = self._number = 0  # sum over the heap, and documents so far
+
+    def add(self, document: ReadDocument) -> None:
+        """Offer the next document: keep the fewest with the lowest digests that suffice."""
+        self._number += 1
+        heapq.heappush(self._heap, (-int.from_bytes(document.digest, "big"), self._number, document.text))
+        self._characters += len(document.text)
+        while self._characters - len(self._heap[0][2]) >= TRAINING_CHARACTERS:
+            self._characters -= len(heapq.heappop(self._heap)[2])
+
+    def texts(self) -> list[str]:
+        """The texts in source order."""
+        left, chosen = TRAINING_CHARACTERS, list[tuple[int, str]]()
+        for _, number, text in sorted(self._heap, reverse=True):
+            chosen.append((number, text[:left]))
+            left -= len(text[:left])
+        return [text for _, text in sorted(chosen)]
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@
 
 The files are digested first. Their digests, the tokenizer and the options decide whether the corpus already
 exists. With an existing tokenizer, the source is then read once. A tokenizer that has to be trained needs the
-text before there are ids (`training_texts`), so the source is read twice. Memory does not depend on the
+text before there are ids (`TrainingTexts`), so the source is read twice. Memory does not depend on the
 length of the source, and the result does not depend on the number of workers.
 
 **Atomic.** The corpus is built in a staging directory and renamed, so any corpus that exists is complete. If

@@ -61,7 +61,7 @@ def open_tokens(path: Path) -> OpenFile | None:
     magic = struct.unpack("<i", head[:4])[0] if len(head) >= 4 else 0
     if magic in list(LlmcMagic):
         if (known := LlmcMagic(magic)) not in _LLM_C:
-            raise unfit(path, f"it is {known.description} of llm.c's")
+            raise unfit(path, f"it is llm.c's {known.kind}")
         layout, vocabulary = _LLM_C[known]
         ids = open_token_file(path)
         return OpenFile(path, layout, ids, boundary_first=True, vocabulary=vocabulary)

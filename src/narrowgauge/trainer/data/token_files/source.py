@@ -18,23 +18,27 @@ is refused. Otherwise ids are their own text (`ids-N`), with the vocabulary that
 GPT-2's, if the largest id is its end of text, 50256. Anything else is refused, because a wrong guess would go
 unnoticed.
 
-All files are read once, for their digest and their largest id (`token_statistics`).
+All files are read once, for their digest and their largest id. The result is cached, because that takes
+seconds for gigabytes. An entry is valid while path, inode, size and both modification times are unchanged
+(rsync, tar and cp -p preserve only one of them). If the cache cannot be written, only time is lost.
 """
 
+import contextlib
 import glob
 import hashlib
+import json
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from narrowgauge.system.errors import UserError
-from narrowgauge.system.files import user_path
+from narrowgauge.system.files import cache_entry, sha256_of, user_path, write_cached
 from narrowgauge.trainer.data.cache import Progress
 from narrowgauge.trainer.data.sources.paths import LINES, TABLE, file_type, visible_files, warn_of_the_rest
 from narrowgauge.trainer.data.token_files import datatrove
 from narrowgauge.trainer.data.token_files.detect import BARE, open_tokens
-from narrowgauge.trainer.data.token_files.statistics import token_statistics
 from narrowgauge.trainer.data.token_files.token_file import OpenFile, check_ids, unfit
 from narrowgauge.trainer.data.token_files.token_stream import Dataset, TokenStream, as_mixture
 from narrowgauge.trainer.data.tokenization.formats import tokenizer_files
@@ -46,6 +50,7 @@ _HELD_OUT_WORDS = {"val", "valid", "validation", "eval"}
 _HELD_OUT_ONE_IN = 10
 _HELD_OUT_MOST = 10_000_000
 _NEAR = 1 << 20  # tokens in which to look for the start of a document
+_CHUNK = 1 << 22  # tokens read together
 _GPT2_SIZE = 50257
 
 
@@ -102,7 +107,7 @@ def open_token_source(
             f"data source {source!r} mixes layouts: {opened[0].path} is {opened[0].layout} and {other.path} "
             f"is {other.layout}; make two sources of it, separated by a comma"
         )
-    statistics = [token_statistics(file, report) for file in opened]
+    statistics = [_statistics(file, report) for file in opened]
     largest = max(one.largest for one in statistics)
     chosen, boundaries = _tokenizer(source, opened[0], tokenizer, largest)
     for file, one in zip(opened, statistics, strict=True):
@@ -174,6 +179,36 @@ def _with_word(source: str, word: str, other: str) -> str:
     """The source with a word of its last part replaced by another."""
     head, slash, name = source.rpartition("/")
     return head + slash + re.sub(rf"(?<![A-Za-z]){word}(?![A-Za-z])", other, name, count=1)
+
+
+class _Statistics(NamedTuple):
+    """The sha256 of the files that belong together, and the range of their ids."""
+
+    sha256: str
+    smallest: int
+    largest: int
+
+
+def _statistics(file: OpenFile, report: Progress) -> _Statistics:
+    """Statistics of the file, from the cache if possible; `report` is called as bytes are read."""
+    files = (file.path, *file.beside)
+    stats = [(path.resolve(), path.stat()) for path in files]
+    facts = [(str(p), s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for p, s in stats]
+    entry = cache_entry("surveys", *facts)
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        known = _Statistics(*json.loads(entry.read_text(encoding="utf-8")))
+        if [*map(type, known)] == [str, int, int]:
+            return known
+    smallest, largest, total = 0, 0, len(file.tokens)
+    for start in range(0, total, _CHUNK):
+        chunk = np.asarray(file.tokens[start : start + _CHUNK])
+        smallest, largest = min(smallest, int(chunk.min())), max(largest, int(chunk.max()))
+        size = chunk.itemsize
+        report(f"scan {file.path.name}", (start + len(chunk)) * size, total * size, "")
+    digests = "\n".join(sha256_of(path, follow_links=True) for path in files)
+    result = _Statistics(hashlib.sha256(digests.encode()).hexdigest(), smallest, largest)
+    write_cached(entry, result)
+    return result
 
 
 def _tokenizer(

@@ -19,7 +19,7 @@ of q and k alternate between the halves of a head; the other architectures keep 
 layer lie in one tensor (E, N, K). Scaled rotary positions are a tensor `rope_freqs` of divisors.
 
 The values equal the forward matmul's operands in the checkpoint's step. Where ggml has a type for a cast,
-its codes are stored (`blocks.py`); the values of other casts are stored as BF16 or F32, exactly, and a
+its codes are stored (`container.py`); the values of other casts are stored as BF16 or F32, exactly, and a
 remark names them. The head is stored where its values differ from the embedding's.
 
 llama.cpp computes with activations in a format that belongs to the weight's type (int8 in blocks of 32 for
@@ -41,14 +41,17 @@ from numpy.typing import NDArray
 
 from narrowgauge.nn import Linear
 from narrowgauge.system.errors import UserError
-from narrowgauge.trainer.checkpoint.interop.gguf.blocks import (
+from narrowgauge.trainer.checkpoint.interop.gguf.container import (
     PLAIN,
+    StoredRows,
     code_rows,
+    library,
     plain_rows,
+    read_gguf,
     type_of,
     values_of,
+    write_gguf,
 )
-from narrowgauge.trainer.checkpoint.interop.gguf.container import StoredRows, library, read_gguf, write_gguf
 from narrowgauge.trainer.checkpoint.interop.gguf.tokenizer import tokenizer_keys
 from narrowgauge.trainer.checkpoint.interop.hf_config import family_of
 from narrowgauge.trainer.checkpoint.interop.huggingface import TOKENIZER_CONFIG, tokens_around_a_text

@@ -22,8 +22,14 @@ import numpy as np
 import torch
 
 from narrowgauge.system.errors import UserError, unknown
-from narrowgauge.trainer.checkpoint.interop.gguf.blocks import PLAIN, plain_rows, values_of
-from narrowgauge.trainer.checkpoint.interop.gguf.container import StoredRows, is_readable, read_gguf
+from narrowgauge.trainer.checkpoint.interop.gguf.container import (
+    PLAIN,
+    StoredRows,
+    is_readable,
+    plain_rows,
+    read_gguf,
+    values_of,
+)
 from narrowgauge.trainer.checkpoint.interop.gguf.model import (
     EXPERT_KEYS,
     KEYS,
