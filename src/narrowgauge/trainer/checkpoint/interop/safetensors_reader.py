@@ -22,8 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from narrowgauge.system.errors import UserError
-from narrowgauge.system.files import open_regular
-from narrowgauge.trainer.checkpoint.store.manifest import plain_name
+from narrowgauge.trainer.checkpoint.store.manifest import plain_name, read_bounded
 from narrowgauge.trainer.checkpoint.store.nonfinite import is_finite
 from narrowgauge.trainer.checkpoint.store.safetensors_writer import write_safetensors
 from narrowgauge.trainer.data.signatures import PICKLE, ZIP
@@ -185,10 +184,8 @@ def inside(folder: Path, name: str) -> Path:
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file; a `UserError` if there is none, or it cannot be read."""
     try:
-        with open_regular(path) as file:
-            data = file.read(_LARGEST_JSON + 1)
-        value = json.loads(data) if len(data) <= _LARGEST_JSON else None
-    except (OSError, ValueError, RecursionError) as error:
+        value = json.loads(read_bounded(path, _LARGEST_JSON))
+    except (ValueError, RecursionError) as error:
         raise _damaged(path, f"it is not JSON ({error})") from error
     if not isinstance(value, dict):
         raise _damaged(path, "it is not one JSON object")
