@@ -10,7 +10,7 @@ from narrowgauge.system.files import cache_directory, user_path
 from narrowgauge.trainer.cli.main import main
 from narrowgauge.trainer.data import split_sources
 from narrowgauge.trainer.data.loading.dataset import why_absent
-from narrowgauge.trainer.data.tokenization.names import tokenizer_identity
+from narrowgauge.trainer.data.tokenization.tokenizer import tokenizer_identity
 
 
 @pytest.fixture

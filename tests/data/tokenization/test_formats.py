@@ -9,7 +9,7 @@ import pytest
 from narrowgauge.system.errors import UserError
 from narrowgauge.trainer.data import ids_tokenizer, load_tokenizer
 from narrowgauge.trainer.data.tokenization.formats import byte_characters
-from narrowgauge.trainer.data.tokenization.names import make_tokenizer, tokenizer_identity
+from narrowgauge.trainer.data.tokenization.tokenizer import make_tokenizer, tokenizer_identity
 
 # Pieces of text at which patterns and spellings of different encodings part.
 SCRAPS = [*" \n\t'1a", "'s", "'S", "\u017f", "2345", "\u00e9", "e\u0301", "\x85", "\u3000", "x ", "\u4e2d"]

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer as Library
 
 from narrowgauge.system.errors import UserError
 from narrowgauge.trainer.data import bytes_tokenizer, load_tokenizer, train_bpe
-from narrowgauge.trainer.data.tokenization.names import make_tokenizer, tokenizer_identity
+from narrowgauge.trainer.data.tokenization.tokenizer import make_tokenizer, tokenizer_identity
 from support.llama2 import write_llama2
 
 TEXTS = [

@@ -61,7 +61,7 @@ class CorpusManifest(_Facts):
     source: str
     files: list[dict[str, Any]]  # name, bytes and sha256 of each input
     tokenizer: str  # the name the user asked for
-    tokenizer_identity: str  # `tokenization.names.tokenizer_identity` of it
+    tokenizer_identity: str  # `tokenization.tokenizer.tokenizer_identity` of it
     options: dict[str, Any]
     request: str
     digest: str

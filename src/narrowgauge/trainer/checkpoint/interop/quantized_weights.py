@@ -27,6 +27,10 @@ P is `LAYER.experts.gate_up_proj` or `.down_proj`. In `gate_up_proj` the rows of
 as transformers 5 stacks the experts of Mixtral and Qwen3. (gpt-oss itself interleaves them, and is not
 supported.) The scale code 255 is NaN (OCP MX 1.0, section 5.4.1), and a folder that contains it is refused.
 
+Scales that no quantizer makes (0, negative, inverted or left out) would load without an error, and are
+refused. The bounds are those of trained networks: the largest value of a linear layer's weight lies between
+2^-16 and 100. A scale that is wrong by less is only seen beside the run (`read_back.py`).
+
 (Sources: DeepSeek-V3, `inference/kernel.py`; vllm-project/compressed-tensors 0.20, `compressors/`;
 NVIDIA/Model-Optimizer 0.47, `modelopt/torch/quantization/qtensor/nvfp4_tensor.py`; `integrations/mxfp4.py` of
 Hugging Face transformers, `convert_moe_packed_tensors`.)
@@ -34,7 +38,7 @@ Hugging Face transformers, `convert_moe_packed_tensors`.)
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,11 +47,11 @@ import torch
 from narrowgauge.formats import decode, format, unpack
 from narrowgauge.system.errors import UserError
 from narrowgauge.trainer.checkpoint.interop.safetensors_reader import TensorFolder
-from narrowgauge.trainer.checkpoint.interop.sound_scales import require_sound
 
 METHODS = ("fp8", "compressed-tensors", "modelopt", "mxfp4")
 _NO_WEIGHT = ("input_scale", "input_global_scale", "weight_shape", "k_scale", "v_scale", "activation_scale")
 _BESIDE = ("weight_packed", "weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale")
+_SMALLEST, _LARGEST, _ZERO = 2.0**-16, 100.0, 2.0**-60
 
 BLOCKS, SCALES = PARTS = "_blocks", "_scales"
 _BYTES = 16  # of the codes in a block
@@ -211,6 +215,30 @@ def _product(q: torch.Tensor, scale: torch.Tensor, of_tensor: float | None = Non
 
     require_sound(q, weight, float(scale.min()), inverted)
     return weight
+
+
+def require_sound(
+    q: torch.Tensor, weight: torch.Tensor, lowest: float, inverted: Callable[[], float] | None
+) -> None:
+    """Check the scales of a weight, of which `lowest` is the lowest; a `ValueError` says what is wrong.
+
+    `q` has the values of the codes, and `weight` the same times their scales. `inverted` returns the largest
+    value with the reciprocal of the scale; it is None if the scale of the tensor is missing.
+    """
+    if lowest < 0:
+        raise ValueError("a scale is negative")
+    largest = float(weight.abs().max()) if weight.numel() else 0.0
+    if largest < _ZERO and bool(q.any()):
+        raise ValueError("all scales are 0")
+    if largest <= _ZERO or _SMALLEST <= largest <= _LARGEST:
+        return
+    if inverted is None and largest > _LARGEST:
+        raise ValueError(f"its values reach {largest:.2g}, and the scale of the tensor is missing")
+    if inverted is not None and _SMALLEST <= (other := inverted()) <= _LARGEST:
+        raise ValueError(
+            f"its values reach {largest:.2g}, and {other:.2g} with the reciprocal of the scale, so that is "
+            "what was stored"
+        )
 
 
 def _nvfp4_scale(scale: torch.Tensor, parts: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, float]:

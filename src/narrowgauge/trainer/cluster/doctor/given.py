@@ -7,7 +7,7 @@ from narrowgauge.trainer.data import is_corpus, load_tokenizer, open_corpus, spl
 from narrowgauge.trainer.data.sources import open_source
 from narrowgauge.trainer.data.sources.hub import PREFIX
 from narrowgauge.trainer.data.token_files.source import token_files
-from narrowgauge.trainer.data.tokenization.names import tokenizer_identity
+from narrowgauge.trainer.data.tokenization.tokenizer import tokenizer_identity
 
 
 def read_data(source: str) -> Given:

@@ -25,7 +25,7 @@ from narrowgauge.trainer.data.sources.hub import PREFIX as HUB
 from narrowgauge.trainer.data.token_files.source import open_token_source, token_files, vocabulary_of_files
 from narrowgauge.trainer.data.token_files.token_stream import Dataset, Mixture, as_mixture
 from narrowgauge.trainer.data.tokenization.formats import TOKENIZER_FILE
-from narrowgauge.trainer.data.tokenization.names import make_tokenizer
+from narrowgauge.trainer.data.tokenization.tokenizer import make_tokenizer
 
 AUTO = "auto"
 

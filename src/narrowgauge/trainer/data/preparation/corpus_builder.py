@@ -29,8 +29,7 @@ from narrowgauge.trainer.data.sources.records import Chunk, Input, Source
 from narrowgauge.trainer.data.sources.text import PIECE_ENOUGH
 from narrowgauge.trainer.data.token_files.token_file import TokenFile, TokenWriter, shard_paths, token_dtype
 from narrowgauge.trainer.data.tokenization.formats import TOKENIZER_FILE
-from narrowgauge.trainer.data.tokenization.names import make_tokenizer
-from narrowgauge.trainer.data.tokenization.tokenizer import load_tokenizer
+from narrowgauge.trainer.data.tokenization.tokenizer import load_tokenizer, make_tokenizer
 
 MOST_TOKENS = 1 << 30  # in one token file
 TRAINING_CHARACTERS = 8 << 20  # more text changes the merges little, but costs time and memory

@@ -27,8 +27,11 @@ from narrowgauge.trainer.data.preparation.corpus_builder import CorpusBuilder, S
 from narrowgauge.trainer.data.preparation.document_filter import Options
 from narrowgauge.trainer.data.preparation.worker_pool import usable_cores
 from narrowgauge.trainer.data.sources import open_source
-from narrowgauge.trainer.data.tokenization.names import tokenizer_identity
-from narrowgauge.trainer.data.tokenization.tokenizer import load_tokenizer, parallel_tokenizing
+from narrowgauge.trainer.data.tokenization.tokenizer import (
+    load_tokenizer,
+    parallel_tokenizing,
+    tokenizer_identity,
+)
 
 _FEW_BYTES = 8 << 20  # below this, starting processes takes longer than they save
 

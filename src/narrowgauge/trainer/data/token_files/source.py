@@ -42,8 +42,12 @@ from narrowgauge.trainer.data.token_files.detect import BARE, open_tokens
 from narrowgauge.trainer.data.token_files.token_file import OpenFile, check_ids, unfit
 from narrowgauge.trainer.data.token_files.token_stream import Dataset, TokenStream, as_mixture
 from narrowgauge.trainer.data.tokenization.formats import tokenizer_files
-from narrowgauge.trainer.data.tokenization.names import make_tokenizer
-from narrowgauge.trainer.data.tokenization.tokenizer import Tokenizer, ids_tokenizer, load_tokenizer
+from narrowgauge.trainer.data.tokenization.tokenizer import (
+    Tokenizer,
+    ids_tokenizer,
+    load_tokenizer,
+    make_tokenizer,
+)
 
 _ENDINGS = (".bin", ".npy", datatrove.SUFFIX)
 _HELD_OUT_WORDS = {"val", "valid", "validation", "eval"}

@@ -56,7 +56,7 @@ from narrowgauge.trainer.checkpoint.interop.gguf.tokenizer import tokenizer_keys
 from narrowgauge.trainer.checkpoint.interop.hf_config import family_of
 from narrowgauge.trainer.checkpoint.interop.huggingface import TOKENIZER_CONFIG, tokens_around_a_text
 from narrowgauge.trainer.checkpoint.interop.name_map import NamePair, name_map
-from narrowgauge.trainer.checkpoint.interop.sound_scales import require_sound
+from narrowgauge.trainer.checkpoint.interop.quantized_weights import require_sound
 from narrowgauge.trainer.data import load_tokenizer
 from narrowgauge.trainer.models import ModelConfig, Transformer
 from narrowgauge.trainer.models.layers import rope_frequencies, rope_shares
