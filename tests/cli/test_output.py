@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from narrowgauge.trainer.cli.main import main
-from narrowgauge.trainer.distributed.process_group.failure import keep_traceback
+from narrowgauge.trainer.distributed.process_group.failure import keep
 from narrowgauge.trainer.runs.monitor.progress import Display
 from support.fault_table import case
 
@@ -152,5 +152,5 @@ def test_a_verb_needs_no_standard_output(monkeypatch):
 
 def test_the_traceback_of_a_rank_is_kept_in_full(monkeypatch, tmp_path):
     monkeypatch.setattr("locale.getencoding", lambda: "ascii")  # what a file of text has without encoding=
-    keep_traceback(ValueError(TEXT), 1, tmp_path)
+    assert keep(tmp_path, "errors", 1, "step 3", lambda file: file.write(TEXT))
     assert "déjà" in (tmp_path / "errors" / "rank-1.txt").read_text(encoding="utf-8")

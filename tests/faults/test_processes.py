@@ -4,8 +4,8 @@ import json
 import os
 import signal
 import time
-from pathlib import Path
 
+import psutil
 import pytest
 
 from support.fault_jobs import alive, descendants
@@ -16,7 +16,10 @@ from support.fault_table import LATER, RANKS, case
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=LATER)])
 def test_a_rank_that_is_stopped_is_found_with_the_stack_of_the_other(runs, out, victim):
     words = [*runs.words({"training.steps": 400}), "--training.hang_timeout", "4"]
-    job = runs.start(words, out, 2).until(runs.look(out).has_step(6)).send(signal.SIGSTOP, rank=victim)
+    job = runs.start(words, out, 2).until(runs.look(out).has_step(6)).send(signal.SIGSTOP)
+    time.sleep(6)  # a job that is suspended, even for longer than a hang may take, goes on
+    job.send(signal.SIGCONT).until(runs.look(out).has_step(runs.look(out).column("step")[-1] + 3))
+    job.send(signal.SIGSTOP, rank=victim)
     job.until(lambda: not job.processes[1 - victim].is_running)
     ended = job.send(signal.SIGKILL, rank=victim).wait()
     assert ended.failed
@@ -39,10 +42,8 @@ def test_a_clock_that_is_set_back(runs, out, ranks):
 
 def holdings(pid):
     """What a process holds: bytes of memory, files, threads."""
-    status = Path(f"/proc/{pid}/status").read_text()
-    words = dict(line.split(":", 1) for line in status.splitlines())
-    files = len(os.listdir(f"/proc/{pid}/fd"))
-    return int(words["VmRSS"].split()[0]) * 1024, files, int(words["Threads"])
+    process = psutil.Process(pid)
+    return process.memory_info().rss, process.num_fds(), process.num_threads()
 
 
 @case("G6", tier="thorough")

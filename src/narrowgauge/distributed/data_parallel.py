@@ -114,7 +114,7 @@ def fully_shard(module: torch.nn.Module, **options: Any) -> torch.nn.Module:
             )
     with quantized_fsdp(module, only_narrow=True):
         torch_fully_shard(module, **options)
-    note_shards(module)
+    note_shards(module, {})
     _use_process(module, _rank_in_mesh(options.get("mesh")))
     if any(layer.recipe.state["grad"] != FP32 for _, layer in _layers(module)):
         quantize_fsdp_reduce(module)

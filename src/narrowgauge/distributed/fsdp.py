@@ -19,7 +19,6 @@ from functools import partial
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
-from narrowgauge.distributed.mesh import Mesh
 from narrowgauge.formats import RandomStream
 from narrowgauge.nn.linear import Linear
 from narrowgauge.nn.weight import WeightGather, make_weight_state, sync_scales
@@ -111,18 +110,13 @@ def _attach_state(
         layer.gathering = WeightGather(layer.recipe.gather, parameter, weight, local_shard)
 
 
-def note_shards(module: torch.nn.Module) -> None:
-    """Record the shard of each sharded parameter that `quantized_fsdp` has not recorded."""
-    for p in module.parameters():
+def note_shards(module: torch.nn.Module, divided: Mapping[str, TensorShard]) -> None:
+    """Record the shard of each parameter that `quantized_fsdp` has not recorded; `divided` has those that it
+    was before FSDP, where it was not the full parameter."""
+    for name, p in module.named_parameters():
         if isinstance(p, DTensor) and state_of(p).shard is None:
-            shard = TensorShard(tuple(full_axis(n) for n in p.shape))
+            shard = divided.get(name) or TensorShard(tuple(full_axis(n) for n in p.shape))
             ensure_state(p).shard = _shard_and_rows(shard, p)[0]
-
-
-def fsdp_shard(shard: TensorShard, mesh: Mesh, axis: str) -> TensorShard:
-    """This rank's FSDP shard of a tensor of which all ranks of an axis hold `shard`."""
-    first, *others = shard.axes
-    return TensorShard((first.chunk(mesh.index(axis), mesh.size(axis), mesh.group(axis)), *others))
 
 
 def _shard_and_rows(shard: TensorShard, parameter: DTensor) -> tuple[TensorShard, slice]:

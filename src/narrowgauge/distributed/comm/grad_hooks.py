@@ -16,12 +16,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from narrowgauge.distributed.comm.quantized_reduce import (
-    QuantizedSum,
-    all_reduce,
-    all_reduce_quantized,
-    reduce_scatter,
-)
+from narrowgauge.distributed.comm.quantized_reduce import QuantizedSum, all_reduce, reduce_scatter
 from narrowgauge.distributed.comm.shared_scales import WireFormat
 from narrowgauge.nn.linear import Linear
 from narrowgauge.quantization import GradientState, make_cast, state_of
@@ -108,17 +103,19 @@ class QuantizedReduceScatter:
 
 
 def quantized_comm_hook(
-    wires: WireFormats, group: Group, divisor: float = 1.0
+    wires: WireFormats, group: Group
 ) -> Callable[[object, GradBucket], torch.futures.Future[torch.Tensor]]:
-    """A communication hook for DDP: the sums of a bucket's gradients, divided by `divisor`.
+    """A communication hook for DDP: the sums of a bucket's gradients.
 
     Each parameter has one scale, shared by all ranks; one collective computes the scales of a bucket.
     """
 
     def hook(_: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        all_reduce(bucket.gradients(), [wires.get(p, WIDE) for p in bucket.parameters()], group)
+        terms, formats = bucket.gradients(), [wires.get(p, WIDE) for p in bucket.parameters()]
+        for term, total in zip(terms, all_reduce(terms, formats, group), strict=True):
+            term.copy_(total.values())
         done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        done.set_result(bucket.buffer().div_(divisor))
+        done.set_result(bucket.buffer())
         return done
 
     return hook
@@ -131,16 +128,9 @@ def all_reduce_gradient_states(
 
     If a gradient rests and travels in the same format, the codes of the sum become its codes.
     """
-    values = [_values(g) for g in gradients]
-    narrow = [i for i, wire in enumerate(wires) if wire.is_narrow]
-    wide = [i for i, wire in enumerate(wires) if not wire.is_narrow]
-    all_reduce([values[i] for i in wide], [wires[i] for i in wide], group)
-    for i in wide:
-        gradients[i].write(values[i])
-    sums = all_reduce_quantized([values[i] for i in narrow], [wires[i] for i in narrow], group)
-    for i, total in zip(narrow, sums, strict=True):
-        _store(gradients[i], total)
-    for gradient in gradients:
+    sums = all_reduce([_values(gradient) for gradient in gradients], wires, group)
+    for gradient, total in zip(gradients, sums, strict=True):
+        _store(gradient, total)
         gradient.is_empty, gradient.wide = False, None  # equal on all ranks, whichever read its own before
     # With the same overflow rates all ranks choose the same pre-scaling factors.
     all_reduce_max_([g.prescale.tensors["overflowed"] for g in gradients if g.prescale is not None], group)

@@ -70,27 +70,19 @@ def reduce_scatter(
     return out
 
 
-def all_reduce(tensors: Tensors, wires: Sequence[WireFormat], group: Group) -> None:
-    """Replace each float32 tensor by its sum over ranks."""
+def all_reduce(tensors: Tensors, wires: Sequence[WireFormat], group: Group) -> list[QuantizedSum]:
+    """The sum over ranks of each float32 tensor, in its shape and wire format; in fp32 in its place."""
     wide, narrow = _wide_and_narrow(wires)
     all_reduce_flat([tensors[i] for i in wide], group)
-    sums = all_reduce_quantized([tensors[i] for i in narrow], [wires[i] for i in narrow], group)
-    for i, total in zip(narrow, sums, strict=True):
-        tensors[i].copy_(total.values())
-
-
-def all_reduce_quantized(tensors: Tensors, wires: Sequence[WireFormat], group: Group) -> list[QuantizedSum]:
-    """The sums over ranks of float32 tensors, in the wire format and the tensors' shapes."""
-    if not tensors:
-        return []
-    ranks = group.size()
-    columns = [pad(t.reshape(-1), (0, -t.numel() % ranks)).view(ranks, -1) for t in tensors]
-    sums = sum_quantized(columns, wires, group)
-    gathered = all_gather_chunks([s.numbers for s in sums], group)
-    return [
-        s._replace(numbers=numbers[: t.numel()].view(t.shape))
-        for s, numbers, t in zip(sums, gathered, tensors, strict=True)
-    ]
+    sums = [QuantizedSum(x, None, wire.cast.element) for x, wire in zip(tensors, wires, strict=True)]
+    if narrow:
+        ranks, flat = group.size(), [tensors[i].reshape(-1) for i in narrow]
+        columns = [pad(x, (0, -len(x) % ranks)).view(ranks, -1) for x in flat]
+        parts = sum_quantized(columns, [wires[i] for i in narrow], group)
+        gathered = all_gather_chunks([part.numbers for part in parts], group)
+        for i, part, numbers in zip(narrow, parts, gathered, strict=True):
+            sums[i] = part._replace(numbers=numbers[: tensors[i].numel()].view(tensors[i].shape))
+    return sums
 
 
 def sum_quantized(columns_RW: Tensors, wires: Sequence[WireFormat], group: Group) -> list[QuantizedSum]:

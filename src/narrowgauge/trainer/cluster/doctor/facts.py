@@ -11,8 +11,9 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from importlib import resources
 from typing import Any, NamedTuple
+
+from narrowgauge.system.files import shipped_text
 
 Version = tuple[int, ...]
 
@@ -158,13 +159,16 @@ def count(number: int, thing: str) -> str:
     return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
-def _limits() -> dict[str, dict[str, Any]]:
-    """The tables of `limits.toml`, with versions as tuples."""
-    text = (resources.files("narrowgauge.trainer.cluster.doctor") / "limits.toml").read_text(encoding="utf-8")
-    return {
-        name: {key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}
-        for name, table in tomllib.loads(text).items()
-    }
+def figures(folder: str, name: str) -> dict[str, dict[str, Any]]:
+    """The tables of a TOML file of the doctor, with versions as tuples."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: plain(one) for key, one in value.items()}
+        return tuple(map(plain, value)) if isinstance(value, list) else value
+
+    tables: dict[str, dict[str, Any]] = plain(tomllib.loads(shipped_text(folder, name)))
+    return tables
 
 
-LIMITS = _limits()  # the versions and bounds used by the verdicts
+LIMITS = figures("trainer/cluster/doctor", "limits")  # the versions and bounds used by the verdicts

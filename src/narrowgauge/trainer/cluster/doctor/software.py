@@ -8,9 +8,11 @@ with a driver older than n it may lack features added in between (NVIDIA, "CUDA 
 
 import re
 import sys
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, distribution, version
 from importlib.util import find_spec
 from pathlib import Path
+from runpy import run_path
 from typing import Any
 
 from narrowgauge.trainer.cluster.doctor.facts import (
@@ -62,17 +64,12 @@ def folder_of(name: str) -> Path | None:
 
 
 def _written(folder: Path) -> dict[str, Any]:
-    """The build of torch by its `version.py`, which has the versions of torch, CUDA and ROCm."""
-    try:
-        text = (folder / "version.py").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        text = ""
-
-    def value(name: str) -> str:
-        match = re.search(rf"^{name}\b[^=\n]*= *['\"]([^'\"]+)['\"]", text, re.MULTILINE)
-        return match[1] if match else ""
-
-    return build_of(value("__version__"), value("cuda"), value("hip"))
+    """The build of torch by its `version.py`, which has the versions of torch, CUDA and ROCm and imports
+    nothing of it."""
+    found: dict[str, Any] = {}
+    with suppress(Exception):  # whatever a broken installation raises
+        found = run_path(str(folder / "version.py"))
+    return build_of(*(str(found.get(name) or "") for name in ("__version__", "cuda", "hip")))
 
 
 def _glibc_of(folder: Path) -> Version:

@@ -63,14 +63,8 @@ class Scaling:
 
     def as_json(self) -> str:
         """The text of scaling.json."""
-        rest = {
-            "rows": [row.as_json() for row in self.rows],
-            "all_reduce": list(self.all_reduce),
-            "compared": self.compared,
-            "verdict": self.verdict,
-            "warnings": list(self.warnings),
-        }
-        return json.dumps(self.facts | rest, indent=2) + "\n"
+        rest = {**vars(self), "rows": [row.as_json() for row in self.rows]}
+        return json.dumps(rest.pop("facts") | rest, indent=2) + "\n"
 
 
 def scaling(

@@ -1,5 +1,7 @@
 """Prints the measured scaling: a table for each mode, bandwidths, the verdict, warnings."""
 
+from functools import partial
+
 from rich.console import Console
 from rich.table import Table
 
@@ -15,13 +17,11 @@ _TITLES = {
 
 def print_scaling(result: Scaling, console: Console) -> None:
     """Print the figures, the verdict and the warnings."""
-    f = result.facts
+    f, say = result.facts, partial(console.print, highlight=False, markup=False)
     star = "*" if f["backend"] == "emulated" else ""
-    console.print(
+    say(
         f"{f['model']}, {f['parameters']:,} parameters, recipe {f['recipe']} ({f['backend']}), "
-        f"sequences of {f['sequence_length']} tokens, {f['device']}",
-        highlight=False,
-        markup=False,
+        f"sequences of {f['sequence_length']} tokens, {f['device']}"
     )
     for mode, title in _TITLES.items():
         table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
@@ -30,14 +30,12 @@ def print_scaling(result: Scaling, console: Console) -> None:
             table.add_column(column, justify="right")
         for row in rows:
             table.add_row(*row.values())
-        console.print(f"\n{title}", style="bold", highlight=False)
-        console.print(table)
-    console.print()
-    for line in _notes(result):
-        console.print(line, highlight=False, markup=False)
-    console.print(result.verdict, style="bold", highlight=False, markup=False)
+        say(f"\n{title}", style="bold")
+        say(table)
+    say("", *_notes(result), sep="\n")
+    say(result.verdict, style="bold")
     for warning in result.warnings:
-        console.print(f"WARNING {warning}", style="yellow", highlight=False, markup=False)
+        say(f"WARNING {warning}", style="yellow")
 
 
 def _cells(row: Row, star: str) -> dict[str, str]:

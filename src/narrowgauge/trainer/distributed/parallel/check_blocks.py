@@ -8,56 +8,60 @@ Blocks are laid out on the global tensors, and a rank must hold blocks of a fixe
     K    over `tensor` in attention_out and down
 
 Rows of weights, their state and moments are also sharded over `shard` x `context` (ZeRO 1 and up).
+
+A process holds one or several runs of neighbouring entries. Those of all processes are equally long, so that
+no block is divided if one process's lengths are whole blocks; only the last run of all may be shorter.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 from narrowgauge.distributed.dims import ParallelDims
-from narrowgauge.nn import EqualShare
-from narrowgauge.quantization import Cast, ShardAxis, full_axis
+from narrowgauge.quantization import Cast
 from narrowgauge.quantization.state.parameter_state import SMALLEST_NARROW
 from narrowgauge.recipes import DIMENSIONS, Recipe
 from narrowgauge.recipes.resolve import operands_of
 from narrowgauge.system.errors import UserError
-from narrowgauge.trainer.distributed.parallel.tensor_parallel import COLUMN_SHARDED, row_sizes, shard_sizes
+from narrowgauge.trainer.distributed.parallel.tensor_parallel import COLUMN_SHARDED, row_sizes
 from narrowgauge.trainer.models import ModelConfig
 
 WEIGHT_STATE = ("weight", "master", "grad")
 
 
 @dataclass(frozen=True)
-class ShardedDimension:
+class Dimension:
     """One dimension of a global tensor, as it is sharded."""
 
     what: str  # the name of its entries, for messages
-    shards: tuple[ShardAxis, ...]  # the axis of each rank
-    degrees: Mapping[str, int]  # number of processes on each mesh axis that shards it
+    size: int
+    runs: tuple[int, ...] = ()  # the lengths of what each process holds; () if it holds all
+    degrees: Mapping[str, int] = field(default_factory=dict)  # processes on each mesh axis that shards it
 
     def require_aligned(self, size: int, what: str, cast: Cast, where: str) -> None:
         """Refuse a sharding that divides blocks of `size` entries.
 
         The `UserError` names the place, the cast and the degrees of parallelism.
         """
-        if not all(axis.is_aligned_to(size) for axis in self.shards):
+        if any(run % size for run in self.runs):
             degrees = " x ".join(f"parallel.{name} = {n}" for name, n in self.degrees.items() if n > 1)
             raise UserError(
-                f"{where}: cast {cast.name!r} has {what} of {size}, and dividing {self.shards[0].size} "
+                f"{where}: cast {cast.name!r} has {what} of {size}, and dividing {self.size} "
                 f"{self.what} over {degrees} would cut some; use fewer processes there, another dimension, "
                 "or another cast in that place"
             )
 
-    def under_fsdp(self, dims: ParallelDims, of_expert: bool = False) -> "ShardedDimension":
+    def under_fsdp(self, dims: ParallelDims, of_expert: bool = False) -> "Dimension":
         """The dimension as FSDP shards it further; an expert over the processes that have the same one."""
         if not dims.is_sharded:
             return self
         degrees = {"shard": dims.shard, "context": dims.context}
         if of_expert and dims.expert > 1:
             degrees = {"shard / parallel.expert": dims.expert_shard}
-        ranks = prod(degrees.values())
-        shards = tuple(axis.chunk(rank, ranks) for axis in self.shards for rank in range(ranks))
-        return ShardedDimension(self.what, shards, {**self.degrees, **degrees})
+        local = sum(self.runs) or self.size
+        chunk = -(-local // prod(degrees.values()))
+        runs = (*self.runs, chunk) if chunk < local else self.runs
+        return Dimension(self.what, self.size, runs, {**self.degrees, **degrees})
 
 
 def check_blocks(
@@ -88,23 +92,24 @@ def check_blocks(
             _check(of_layer.state[place], weight, f"{place} of {name}")
         _check_moments(recipe, weight, name)
     tokens = _tokens(sequence_length, sequences, {"context": dims.context, "tensor": dims.tensor})
-    _check(recipe.stream, [tokens, _full(model.dim, "columns")], "stream")
+    _check(recipe.stream, [tokens, Dimension("columns", model.dim)], "stream")
     others = {"embedding": model.vocab_size}
     others |= {"position_embedding": model.max_sequence_length} if model.positions == "learned" else {}
     for name, rows in others.items():
-        _check_moments(recipe, [_full(rows, "rows").under_fsdp(dims), _full(model.dim, "columns")], name)
+        weight = [Dimension("rows", rows).under_fsdp(dims), Dimension("columns", model.dim)]
+        _check_moments(recipe, weight, name)
 
 
 def _layers(
     model: ModelConfig, sequence_length: int, sequences: int, dims: ParallelDims
-) -> Iterator[tuple[str, int | None, dict[str, ShardedDimension]]]:
+) -> Iterator[tuple[str, int | None, dict[str, Dimension]]]:
     """The name of each linear layer, its block, and its dimensions M, N and K."""
     D, tensor, context = model.dim, dims.tensor, dims.context
     M = _tokens(sequence_length, sequences, {"context": context})
-    K = {name: _full(D, "inputs") for name in row_sizes(model)}
+    K = {name: Dimension("inputs", D) for name in row_sizes(model)}
     N = {name: _over_tensor(sizes, "outputs", tensor) for name, sizes in row_sizes(model).items()}
     for name, size in zip(COLUMN_SHARDED, (model.heads * model.head_dim, model.ffn_dim), strict=True):
-        N[name], K[name] = _full(D, "outputs"), _over_tensor([size], "inputs", tensor)
+        N[name], K[name] = Dimension("outputs", D), _over_tensor([size], "inputs", tensor)
     experts = [f"experts.{i}." for i in range(model.experts)] or [""]
     for block in range(model.layers):
         for name in N:
@@ -112,42 +117,33 @@ def _layers(
             for expert in experts if is_mlp else [""]:
                 yield f"blocks.{block}.{expert}{name}", block, {"M": M, "N": N[name], "K": K[name]}
     M = _tokens(sequence_length, sequences, {"context": context, "tensor": tensor})
-    yield "head", None, {"M": M, "N": _full(model.vocab_size, "outputs"), "K": _full(D, "inputs")}
+    yield "head", None, {"M": M, "N": Dimension("outputs", model.vocab_size), "K": Dimension("inputs", D)}
 
 
-def _tokens(length: int, sequences: int, degrees: dict[str, int]) -> ShardedDimension:
+def _tokens(length: int, sequences: int, degrees: dict[str, int]) -> Dimension:
     count = prod(degrees.values())
-    if count == 1:
-        return _full(sequences * length, "tokens")
-    axes = (EqualShare(index, count, ()).axis(sequences, length // count) for index in range(count))
-    return ShardedDimension("tokens", tuple(axes), degrees)
+    return Dimension("tokens", sequences * length, (length // count,) if count > 1 else (), degrees)
 
 
-def _over_tensor(sizes: list[int], what: str, tensor: int) -> ShardedDimension:
-    if tensor == 1:
-        return _full(sum(sizes), what)
-    shards = tuple(shard_sizes(sizes, index, tensor) for index in range(tensor))
-    return ShardedDimension(what, shards, {"tensor": tensor})
+def _over_tensor(sizes: list[int], what: str, tensor: int) -> Dimension:
+    runs = tuple(size // tensor for size in sizes) if tensor > 1 else ()
+    return Dimension(what, sum(sizes), runs, {"tensor": tensor})
 
 
-def _full(size: int, what: str) -> ShardedDimension:
-    return ShardedDimension(what, (full_axis(size),), {})
-
-
-def _check_moments(recipe: Recipe, dimensions: list[ShardedDimension], name: str) -> None:
-    rows, columns = (dimension.shards[0].size for dimension in dimensions)
+def _check_moments(recipe: Recipe, dimensions: list[Dimension], name: str) -> None:
+    rows, columns = (dimension.size for dimension in dimensions)
     if rows * columns >= SMALLEST_NARROW:
         for place in ("m", "v"):
             _check(recipe.state[place], dimensions, f"{place} of {name}")
 
 
-def _check(cast: Cast | None, dimensions: list[ShardedDimension], where: str) -> None:
+def _check(cast: Cast | None, dimensions: list[Dimension], where: str) -> None:
     """Check a matrix: its dimension across blocks, and the one along them."""
     if cast is None:
         return
     for dimension, size in zip(dimensions, cast.block or (0, 0), strict=True):
         # A block of the full extent is shared: ranks agree on its scale. One that is expanded is not.
-        size = size or (dimension.shards[0].size if cast.expand or cast.codebook else 1)
+        size = size or (dimension.size if cast.expand or cast.codebook else 1)
         dimension.require_aligned(size, "blocks", cast, where)
     if cast.hadamard:
         dimensions[1].require_aligned(cast.hadamard, "transforms", cast, where)

@@ -28,7 +28,7 @@ from narrowgauge.system.collectives import all_reduce_flat, all_reduce_values, g
 from narrowgauge.system.torch_compat import overflow_flags
 from narrowgauge.trainer.data import Batch
 from narrowgauge.trainer.distributed.parallel.expert_parallel import local_experts
-from narrowgauge.trainer.distributed.parallel.micro_batch_graph import MicroBatchGraphs, Recorder
+from narrowgauge.trainer.distributed.parallel.micro_batch_graph import CudaGraphs, MicroBatchGraphs
 from narrowgauge.trainer.distributed.parallel.pipeline_schedule import Pipeline
 from narrowgauge.trainer.distributed.pipeline_stage import MicroBatch, StageInput
 from narrowgauge.trainer.models import Transformer, objective_of
@@ -61,7 +61,7 @@ class Engine:
             assert dist.group.WORLD is not None
             optimizer.model_group = ModelGroup(dist.group.WORLD, self.mesh.size("stage"))
 
-    def record_graphs(self, recorder: Recorder) -> None:
+    def record_graphs(self, recorder: CudaGraphs) -> None:
         """From now on repeat recorded launches where a micro-batch can be a graph (`graph_gap`)."""
         self.graphs = MicroBatchGraphs(self.model, self._loss, self._same_weights, recorder)
 

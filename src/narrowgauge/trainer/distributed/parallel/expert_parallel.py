@@ -18,7 +18,6 @@ Legend: R assignments of local tokens, S those that arrive, D dim, E experts, P 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,7 +28,7 @@ from narrowgauge.distributed.mesh import Mesh
 from narrowgauge.nn import Linear, PooledSequences
 from narrowgauge.system.collectives import comm_tag
 from narrowgauge.system.errors import UserError
-from narrowgauge.system.second_derivative import FirstOrderFunction
+from narrowgauge.trainer.distributed.parallel.sequence_parallel import exchange
 from narrowgauge.trainer.models import Expert, ModelConfig, Transformer, experts_of
 
 
@@ -113,13 +112,13 @@ def exchange_tokens(
     arriving = _counts(tokens_E, sizes, group)
     sent = [sum(sizes[i : i + each]) for i in range(0, len(sizes), each)]
     arrived = [sum(counts) for counts in arriving]
-    x_SD = _AllToAll.apply(x_RD, sent, arrived, group)
+    there, back = partial(_all_to_all, sent, arrived), partial(_all_to_all, arrived, sent)
+    x_SD = exchange(x_RD, there, back, group)
     parts = x_SD.split([n for counts in arriving for n in counts])  # by process, and by expert within it
     results = compute([torch.cat(parts[e::each]) for e in range(each)])
     by_expert = [y.split([counts[e] for counts in arriving]) for e, y in enumerate(results)]
     y_SD = torch.cat([y for from_process in zip(*by_expert, strict=True) for y in from_process])
-    y_RD: torch.Tensor = _AllToAll.apply(y_SD, arrived, sent, group)
-    return y_RD
+    return exchange(y_SD, back, there, group)
 
 
 def _counts(tokens_E: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> list[list[int]]:
@@ -135,25 +134,10 @@ def _counts(tokens_E: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGro
     return counts
 
 
-class _AllToAll(FirstOrderFunction):
-    """Sends a given number of rows to each process of a group, and gathers what they send."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, sent: list[int], arrived: list[int], group: dist.ProcessGroup
-    ) -> torch.Tensor:
-        ctx.arguments = arrived, sent, group
-        return _all_to_all(x, sent, arrived, group)
-
-    @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return _all_to_all(dy, *ctx.arguments), None, None, None
-
-
 def _all_to_all(
-    x: torch.Tensor, sent: list[int], arrived: list[int], group: dist.ProcessGroup
+    sent: list[int], arrived: list[int], x: torch.Tensor, group: dist.ProcessGroup
 ) -> torch.Tensor:
+    """Send a number of rows to each process of a group; returns what they send."""
     received = x.new_empty(sum(arrived), *x.shape[1:])
-    with comm_tag("activations"):
-        dist.all_to_all_single(received, x.contiguous(), arrived, sent, group=group)
+    dist.all_to_all_single(received, x.contiguous(), arrived, sent, group=group)
     return received

@@ -30,7 +30,7 @@ two micro-batches on the host.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -56,19 +56,6 @@ _HELD = (
 _POSITIONS = {Linear: ("keys", "first_sample"), Dropout: ("key", "first_sample")}
 
 
-class Recorder(Protocol):
-    """Records launches, and repeats them."""
-
-    def aside(self) -> AbstractContextManager[Any]:
-        """A context that runs launches where they will be recorded."""
-
-    def record(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Record the launches of `run` without running them; returns the function that repeats them."""
-
-    def release(self) -> None:
-        """Give back the memory of what was recorded; it cannot be repeated any more."""
-
-
 class CudaGraphs:
     """Records by `torch.cuda.graph`: several graphs in one memory pool."""
 
@@ -86,7 +73,8 @@ class CudaGraphs:
         current.wait_stream(self.stream)
 
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Record the launches of `run`; the graph runs them on the current stream."""
+        """Record the launches of `run` without running them; returns the function that repeats them, on the
+        current stream."""
         graph = torch.cuda.CUDAGraph()
         pool = self.graphs[0].pool() if self.graphs else None
         with torch.cuda.graph(graph, pool=pool, stream=self.stream):
@@ -141,7 +129,7 @@ class MicroBatchGraphs:
         model: Transformer,
         loss: Callable[[Batch], Tensor],
         same_weights: Callable[[int], AbstractContextManager[None]],
-        recorder: Recorder,
+        recorder: CudaGraphs,
     ) -> None:
         """Nothing is recorded yet.
 
@@ -170,7 +158,8 @@ class MicroBatchGraphs:
         """As `Engine.accumulate`, of micro-batches that `take` accepts; gradients are the graphs'."""
         signature = self._signature(micro_batches)
         if signature != self.signature:
-            self._forget()
+            self.release()
+            self.inputs = None
             self._warm_up(micro_batches, begin)
             self.signature = signature
             return self._total()
@@ -192,10 +181,6 @@ class MicroBatchGraphs:
         self.held.clear()
         self.gradients.clear()
         self.recorder.release()
-
-    def _forget(self) -> None:
-        self.release()
-        self.inputs = None
 
     def _total(self) -> Tensor:
         assert self.inputs is not None

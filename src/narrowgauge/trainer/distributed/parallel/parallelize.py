@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from narrowgauge.distributed.comm.grad_hooks import quantize_fsdp_reduce, quantized_comm_hook, wire_formats
-from narrowgauge.distributed.fsdp import fsdp_shard, quantized_fsdp
+from narrowgauge.distributed.fsdp import note_shards, quantized_fsdp
 from narrowgauge.distributed.mesh import Mesh
 from narrowgauge.nn import DTYPES, Linear, apply_recipe
 from narrowgauge.quantization import TensorShard, ensure_state, state_of
@@ -104,11 +104,7 @@ def parallelize(spec: ModelSpec, mesh: Mesh, device: torch.device) -> tuple[Tran
     if mesh.parallel_dims.is_sharded:
         for module in modules:
             _apply_fsdp(module, mesh)
-        experts = dict.fromkeys(local_experts(model).parameters())
-        for name, p in model.named_parameters():
-            if state_of(p).shard is None:  # `quantized_fsdp` has set that of linear layers
-                axis = "expert_shard" if p in experts else "fsdp"
-                ensure_state(p).shard = fsdp_shard(shards[name], mesh, axis)
+        note_shards(model, shards)
         for module in modules:
             quantize_fsdp_reduce(module)
     elif mesh.size("data") > 1:
@@ -128,11 +124,11 @@ def _fill(
     for name, value in _values(spec, shapes, device):
         if name not in missing:
             continue
-        owner, key = _owner(model, name)
+        owner, _, key = name.rpartition(".")
         shard = _shard(missing.pop(name))
         parameter = nn.Parameter(shard.local_of(value).to(device))
         ensure_state(parameter).shard = shard
-        setattr(owner, key, parameter)
+        setattr(model.get_submodule(owner), key, parameter)
         block = ".".join(name.split(".")[:2])
         if block.startswith("blocks.") and not any(other.startswith(f"{block}.") for other in missing):
             _bind_layers(model.get_submodule(block))
@@ -158,11 +154,6 @@ def _shard(p: torch.Tensor) -> TensorShard:
     shard = state_of(p).shard
     assert shard is not None, "`shard_blocks` gives one to every parameter"
     return shard
-
-
-def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    module, _, key = name.rpartition(".")
-    return model.get_submodule(module), key
 
 
 def _bind_layers(block: nn.Module) -> None:

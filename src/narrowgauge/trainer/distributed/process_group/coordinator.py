@@ -12,20 +12,22 @@ signal that reached one rank, a clock, a full disk. Flags travel together, in on
 A run of one process has no store, no group and no thread; the same calls return their arguments.
 """
 
-import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from traceback import print_exception
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from narrowgauge.system.collectives import all_reduce_values, broadcast_object
 from narrowgauge.system.signals import Preempted, StoppedEarly, heed_early, heed_no_more
 from narrowgauge.trainer.distributed.launch.world import World
+from narrowgauge.trainer.distributed.process_group import rendezvous
 from narrowgauge.trainer.distributed.process_group.failure import (
     EXIT_FAILED,
     EXIT_PREEMPTED,
@@ -34,19 +36,9 @@ from narrowgauge.trainer.distributed.process_group.failure import (
     await_failure,
     failure_of,
     is_connection_error,
-    keep_traceback,
+    keep,
     report_to_torchrun,
     store_gone,
-)
-from narrowgauge.trainer.distributed.process_group.rendezvous import (
-    MEET_S,
-    await_leavers,
-    hosts_store,
-    leave,
-    make_groups,
-    name_of,
-    open_store,
-    register,
 )
 from narrowgauge.trainer.distributed.process_group.watchdog import Watchdog
 
@@ -91,9 +83,9 @@ class Coordinator:
         # on a GPU NCCL's tree is faster than gloo's ring, and the step ends with a value on the host anyway
         group, device = (None, self.device) if self.device.type == "cuda" else (self.control, "cpu")
         names = sorted(flags)
-        values = torch.tensor([flags[name] for name in names], dtype=torch.int64, device=device)
-        dist.all_reduce(values, dist.ReduceOp.MAX, group=group)
-        return dict(zip(names, values.tolist(), strict=True))
+        values = [flags[name] for name in names]
+        largest = all_reduce_values(values, [group], device, torch.int64, dist.ReduceOp.MAX)
+        return dict(zip(names, map(int, largest), strict=True))
 
     def barrier(self) -> None:
         """Wait until all ranks have called this."""
@@ -101,12 +93,8 @@ class Coordinator:
             dist.barrier(group=self.control)
 
     def broadcast(self, value: Any) -> Any:
-        """Rank 0's value, which must be JSON-serialisable, on all ranks."""
-        if self.control is None:
-            return value
-        text = [json.dumps(value) if self.rank == 0 else None]
-        dist.broadcast_object_list(text, 0, group=self.control)
-        return json.loads(str(text[0]))
+        """Rank 0's value on all ranks."""
+        return broadcast_object(value, self.control)
 
     def record_failures_in(self, directory: Path, report_cause: Callable[[str], None]) -> None:
         """Write stacks (hang/) and tracebacks (errors/) to a directory, which must be this run's.
@@ -138,22 +126,21 @@ class Coordinator:
         """Publish the error, and return if it is the cause; raise `StoppedByPeer` if it follows from
         another."""
         watchdog, local_failure = self.watchdog, failure_of(error, self.rank)
-        if watchdog is not None and watchdog.hang_detected:
-            _wait_for_the_watchdog()
-        if local_failure.code == EXIT_FAILED:
-            keep_traceback(error, self.rank, watchdog.directory if watchdog else None)
+        if local_failure.code == EXIT_FAILED and watchdog is not None:
+            directory, place = watchdog.directory, watchdog.place
+            keep(directory, "errors", self.rank, place, lambda file: print_exception(error, file=file))
         try:
             first = self._first_cause(store, error, local_failure)
         except RuntimeError:
             if not is_connection_error(error):
                 return  # no rank can read it
             first = store_gone(self.world)
-        if first.hang:
-            _wait_for_the_watchdog()
+        while first.hang:
+            time.sleep(60)  # until the watchdog has ended this process
         if watchdog is not None:
             watchdog.stop()
         with suppress(RuntimeError):  # the rank that keeps the store may have gone first
-            leave(store)  # this rank no longer reads it
+            rendezvous.leave(store)  # this rank no longer reads it
         if first.rank == 0 and first.reporter == self.rank and watchdog is not None:
             watchdog.report_cause(first.as_seen_by_peers())  # rank 0 is gone
         if first == local_failure:
@@ -171,7 +158,7 @@ class Coordinator:
         if (end := reported or await_failure(store, _LINGER_S)) is not None:
             return end
         if self.watchdog is not None and (missing := self.watchdog.ranks_without_heartbeat()):
-            names = ", ".join(name_of(store, rank) for rank in missing[:8])
+            names = ", ".join(rendezvous.name_of(store, rank) for rank in missing[:8])
             sentence = f"{names} stopped sending heartbeats; if it was killed, the same line continues"
             return Failure(missing[0], EXIT_FAILED, sentence, reporter=self.rank).publish(store)
         return local_failure.publish(store)
@@ -181,12 +168,6 @@ def _asked_early(error: BaseException) -> bool:
     """Whether the run ends because some rank was asked to stop before a step."""
     is_of_peer = isinstance(error, StoppedByPeer) and error.code == EXIT_PREEMPTED
     return is_of_peer or isinstance(error, StoppedEarly)
-
-
-def _wait_for_the_watchdog() -> NoReturn:
-    """Wait for the watchdog, which has detected a hang, to end this process."""
-    while True:
-        time.sleep(60)
 
 
 @contextmanager
@@ -216,16 +197,17 @@ def init_process_group(
         heed_early()
         yield coordinator
         return
-    hosts = hosts_store(world, environ)
-    store = open_store(world, environ, rendezvous_s, keep=hosts)
+    hosts = rendezvous.hosts_store(world, environ)
+    store = rendezvous.open_store(world, environ, rendezvous_s, keep=hosts)
     coordinator._store = store
     try:
         with coordinator.first_failure():
             heed_early()  # not before: the other ranks learn of a request from the store
-            register(store, world, rendezvous_s)
-            coordinator.watchdog = Watchdog(world, open_store(world, environ, rendezvous_s), hang_s)
+            rendezvous.register(store, world, rendezvous_s)
+            own_store = rendezvous.open_store(world, environ, rendezvous_s)
+            coordinator.watchdog = Watchdog(world, own_store, hang_s)
             coordinator.progress("the start", START)
-            coordinator.control = make_groups(world, device, store, hang_s)
+            coordinator.control = rendezvous.make_groups(world, device, store, hang_s)
             preempted = None
             try:
                 yield coordinator
@@ -243,9 +225,11 @@ def init_process_group(
             coordinator.control = None
             dist.destroy_process_group()  # ends the waiting of the others
         if hosts:
-            is_early, is_stop = _asked_early(error), isinstance(error, KeyboardInterrupt)
             # the others have to read the cause, before the first step also ranks that have not arrived yet
-            await_leavers(store, MEET_S if is_early or is_stop else _LINGER_S, world.size if is_early else 0)
+            is_early = _asked_early(error)
+            is_stop = is_early or isinstance(error, KeyboardInterrupt)
+            seconds = rendezvous.MEET_S if is_stop else _LINGER_S
+            rendezvous.await_leavers(store, seconds, world.size if is_early else 0)
         raise
     finally:
         if coordinator.watchdog is not None:

@@ -8,16 +8,19 @@ killed rank leaves no record; the watchdog detects it by its missing heartbeat.
 import json
 import os
 import time
-import traceback
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import TextIO
 
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from narrowgauge.system.errors import Failed, UserError
+from narrowgauge.system.processes import in_time
 from narrowgauge.system.signals import StoppedEarly
 from narrowgauge.trainer.distributed.launch.world import World
 
@@ -72,7 +75,8 @@ class Failure:
 
     def is_reported_by(self, world: World) -> bool:
         """Whether a rank that is not the cause prints it: the first of each node, and the reporter."""
-        return self.code == EXIT_FAILED and (world.local_rank == 0 or world.rank == self.reporter)
+        is_printer = world.local_rank == 0 or world.rank == self.reporter
+        return self.code == EXIT_FAILED and not self.hang and is_printer
 
     def as_seen_by_peers(self) -> str:
         """The sentence of the other ranks."""
@@ -122,15 +126,18 @@ def report_to_torchrun(error: BaseException) -> None:
         get_error_handler().record_exception(error)
 
 
-def keep_traceback(error: BaseException, rank: int, directory: Path | None) -> None:
-    """Write an error's traceback to DIRECTORY/errors/rank-N.txt."""
-    if directory is None:
-        return
-    text = "".join(traceback.format_exception(error))
-    try:
-        folder = directory / "errors"
-        folder.mkdir(exist_ok=True)
-        text = f"{datetime.now():%F %T}, process {os.getpid()}\n{text}"
-        (folder / f"rank-{rank}.txt").write_text(text, encoding="utf-8", errors="backslashreplace")
-    except OSError:
-        pass  # a full or lost disk may be the error itself, which is reported even without the file
+def keep(directory: Path | None, kind: str, rank: int, place: str, write: Callable[[TextIO], object]) -> bool:
+    """Let `write` fill DIRECTORY/KIND/rank-N.txt; whether it could, in time."""
+
+    def fill() -> bool:
+        with suppress(OSError):  # a full or lost disk may be the failure itself
+            folder.mkdir(exist_ok=True)
+            with (folder / f"rank-{rank}.txt").open("w", encoding="utf-8", errors="backslashreplace") as file:
+                at = f"rank {rank}, process {os.getpid()}, at {place}, {datetime.now():%F %T}"
+                print(at, file=file, flush=True)
+                write(file)
+            return True
+        return False
+
+    folder = (directory or Path()) / kind
+    return directory is not None and in_time(fill, 5.0, False)  # the disk itself may hang

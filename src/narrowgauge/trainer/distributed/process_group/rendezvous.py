@@ -8,10 +8,8 @@ the others. Only then are process groups created, which would wait for a missing
 import json
 import os
 import socket
-import threading
 import time
 from collections.abc import Mapping
-from concurrent.futures import Future
 from datetime import timedelta
 
 import torch
@@ -19,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from narrowgauge.system.errors import UserError, words_of
+from narrowgauge.system.processes import in_time
 from narrowgauge.system.signals import heed_early
 from narrowgauge.trainer.distributed.launch.world import World
 from narrowgauge.trainer.distributed.process_group.failure import Failure, PeerGone
@@ -50,32 +49,29 @@ def open_store(world: World, environ: Mapping[str, str], timeout_s: float, keep:
         ) from None
     if not keep:
         _wait_until_open(world, timeout_s)
-    answer: Future[Store] = Future()
-    # in a thread, because another program may listen there and never answer
-    threading.Thread(target=_connect, args=(world, keep, timeout_s, answer), daemon=True).start()
-    try:
-        store = answer.result(timeout_s)
-    except (dist.DistError, RuntimeError, ValueError, TimeoutError) as error:
-        if keep:
-            why = "is in use" if "in use" in str(error) else f"cannot be opened ({error})"
-            raise UserError(
-                f"port {world.master_port}, at which the ranks were to meet, {why} on this host; "
-                "set MASTER_PORT to a free one for all of them, or end the job that uses it"
-            ) from None
+
+    def connect() -> Store | Exception:
+        try:
+            timeout = timedelta(seconds=timeout_s)
+            address = (world.master_addr, world.master_port)
+            return TCPStore(*address, is_master=keep, timeout=timeout, wait_for_workers=False)
+        except Exception as error:
+            return error
+
+    late: Store | Exception = TimeoutError()  # another program may listen there and never answer
+    store = in_time(connect, timeout_s, late)
+    if isinstance(store, Exception) and keep:
+        why = "is in use" if "in use" in str(store) else f"cannot be opened ({store})"
+        raise UserError(
+            f"port {world.master_port}, at which the ranks were to meet, {why} on this host; "
+            "set MASTER_PORT to a free one for all of them, or end the job that uses it"
+        )
+    if isinstance(store, Exception):
         raise UserError(
             f"something other than rank 0 of this run answers at {where}; set MASTER_PORT to a free port"
-        ) from error
+        ) from store
     attempt, name = environ.get("TORCHELASTIC_RESTART_COUNT", "0"), environ.get(RENDEZVOUS, "")
     return PrefixStore(f"narrowgauge/{attempt}/{name}", store)
-
-
-def _connect(world: World, keep: bool, timeout_s: float, answer: "Future[Store]") -> None:
-    timeout = timedelta(seconds=timeout_s)
-    where = (world.master_addr, world.master_port)
-    try:
-        answer.set_result(TCPStore(*where, is_master=keep, timeout=timeout, wait_for_workers=False))
-    except Exception as error:
-        answer.set_exception(error)
 
 
 def _wait_until_open(world: World, timeout_s: float) -> None:

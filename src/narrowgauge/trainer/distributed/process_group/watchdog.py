@@ -1,14 +1,15 @@
 """Ends a run that hangs, with the stacks of all ranks and the name of the rank that the others wait for.
 
-The main thread of a rank reports its progress: each step, each save. Two threads watch it, by a connection to
-the store of their own, so that they work while the main thread is stuck in a collective. Twice a second
+The main thread of a rank reports its progress: each step, each save. Two threads watch it, and work while it
+is stuck in a collective. Twice a second
 
-- one publishes a heartbeat (a count, and how far the main thread is), and reads whether some rank has ended
-  the run (`failure.Failure`); then it ends this rank as well if its main thread cannot, because it waits for
-  a rank that is gone. A store that does not answer blocks this thread alone;
-- the other counts the rounds since the last progress. After too many it ends the run for all: every rank
-  writes the stacks of its threads to RUN/hang/rank-N.txt, and the first one reports which ranks are late. A
-  rank without a heartbeat was stopped or killed, or its machine is gone.
+- one asks the store, by a connection of its own: it publishes a heartbeat (a count, and how far the main
+  thread is), and reads whether some rank has ended the run (`failure.Failure`); then it ends this rank as
+  well if its main thread cannot, because it waits for a rank that is gone. After too long without progress
+  it ends the run for all: every rank writes the stacks of its threads to RUN/hang/rank-N.txt, and the first
+  one reports which ranks are late. A rank without a heartbeat was stopped or killed, or its machine is gone;
+- the other counts the rounds since the last progress, and reports a hang itself if the first one is stuck,
+  because the store does not answer.
 
 Time is counted in rounds, not by a clock: a job that its scheduler suspends counts none, and is not
 considered hung when it resumes.
@@ -19,56 +20,48 @@ import json
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable
-from contextlib import suppress
-from datetime import datetime
 from pathlib import Path
-from typing import TypeVar
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from narrowgauge.system.processes import in_time
 from narrowgauge.trainer.distributed.launch.world import World
-from narrowgauge.trainer.distributed.process_group.failure import EXIT_FAILED, Failure, store_gone
+from narrowgauge.trainer.distributed.process_group.failure import EXIT_FAILED, Failure, keep, store_gone
 from narrowgauge.trainer.distributed.process_group.rendezvous import name_of
 
 HEARTBEAT_S = 0.5
 _MISSED_HEARTBEATS = 5  # a rank that sends none during this many of ours is considered gone
 _GRACE_HEARTBEATS = 20  # how long a main thread may take to end by itself
-_REPORT = "report"
-
-T = TypeVar("T")
 
 
 class Watchdog:
     """Watches the main thread of this rank, and the failures of others.
 
     Attributes:
-        patience_s: seconds without progress that count as a hang; 0: no limit.
+        place: where the main thread is.
         directory: the run directory, for the stacks; None until it is this run's.
         report_cause: called with the cause of a hang, on the rank that detected it.
-        hang_detected: whether this rank knows of a hang.
-        end: the failure that another rank published.
+        end: the failure that ends the run, once it is published.
     """
 
     def __init__(self, world: World, store: Store, patience_s: float) -> None:
-        self.world, self.patience_s, self._store = world, patience_s, store
+        """Start to watch; `patience_s` without progress are a hang, 0: none is."""
+        self.world, self._store, self._patience_s = world, store, patience_s
         self.directory: Path | None = None
         self.report_cause: Callable[[str], None] = lambda sentence: None
-        self.hang_detected = False
         self.end: Failure | None = None
-        self._location, self._progress_count, self._patience = "the start", 0, 1.0
-        self._heartbeat_count = self._without_progress = 0
+        self.place, self._limit_s, self._progress_count = "the start", patience_s, 0
+        self._heartbeat_count = self._without_progress = self._without_heartbeat = 0
         self._done = threading.Event()
-        self._threads = [threading.Thread(target=loop, daemon=True) for loop in (self._beat, self._count)]
+        self._threads = [threading.Thread(target=loop, daemon=True) for loop in (self._ask, self._count)]
         for thread in self._threads:
             thread.start()
 
     def progress(self, place: str, patience: float = 1.0) -> None:
         """Record that the main thread is at `place`, where it may stay `patience` times as long as usual; all
         ranks reach the same places in the same order."""
-        self._location, self._patience, self._without_progress = place, patience, 0
+        self.place, self._limit_s, self._without_progress = place, self._patience_s * patience, 0
         self._progress_count += 1
 
     def stop(self) -> None:
@@ -78,85 +71,63 @@ class Watchdog:
             for thread in self._threads:
                 thread.join(timeout=5)
 
-    def ranks_without_heartbeat(self) -> list[int]:
-        """The ranks whose heartbeat count does not change; takes two seconds."""
-        before = self._heartbeats()
-        self._done.wait(_MISSED_HEARTBEATS * HEARTBEAT_S)
-        after = self._heartbeats()
-        return [r for r in range(self.world.size) if before[r][0] == after[r][0] and r != self.world.rank]
-
-    def _beat(self) -> None:
+    def _ask(self) -> None:
         try:
             while not self._done.wait(HEARTBEAT_S):
                 self._send_heartbeat()
-                end = Failure.find(self._store)
-                if end is not None and end.rank != self.world.rank:
-                    self.end = end
-                    self._leave(end)
-                    return
+                if self._is_overdue():
+                    self._hang(self._who_is_late()).publish(self._store)
+                self.end = Failure.find(self._store)
+                if self.end is not None and (self.end.hang or self.end.rank != self.world.rank):
+                    return self._leave(self.end)
         except RuntimeError:
             self._leave(store_gone(self.world))
-
-    def _send_heartbeat(self) -> None:
-        self._heartbeat_count += 1
-        heartbeat = [self._heartbeat_count, self._progress_count, self._location]
-        self._store.set(f"heartbeat/{self.world.rank}", json.dumps(heartbeat))
-
-    def _leave(self, end: Failure) -> None:
-        """End the process, unless its main thread does so in time; after a hang, when it is reported."""
-        self.patience_s = 0.0  # no timeout from here on
-        if end.hang:
-            self.hang_detected = True
-            self._dump_stacks()
-            with suppress(RuntimeError):  # the store may go first
-                for _ in range(_GRACE_HEARTBEATS):
-                    self._send_heartbeat()
-                    if self._store.check([_REPORT]):
-                        break
-                    time.sleep(HEARTBEAT_S)
-            self._exit("")
-        if not self._done.wait(_GRACE_HEARTBEATS * HEARTBEAT_S):
-            self._exit(end.as_seen_by_peers() if end.is_reported_by(self.world) else "", end.code)
-
-    def _exit(self, sentence: str, code: int = EXIT_FAILED) -> None:
-        if sentence:
-            print(f"narrowgauge: {sentence}", file=sys.stderr, flush=True)
-        os._exit(code)  # the main thread may be stuck where it never returns
 
     def _count(self) -> None:
         while not self._done.wait(HEARTBEAT_S):
             self._without_progress += 1
-            if self.patience_s and self._without_progress * HEARTBEAT_S > self.patience_s * self._patience:
-                return self._end_hang()
+            self._without_heartbeat += 1
+            if self._is_overdue() and self._without_heartbeat > _GRACE_HEARTBEATS:
+                self._leave(self._hang(f"rank 0 or its launcher does not answer at {self.world.master_addr}"))
 
-    def _end_hang(self) -> None:
-        """End the run after too long without progress, and report which ranks are late."""
-        self.hang_detected = True
-        self._dump_stacks()
-        waited = f"nothing moved for {self.patience_s * self._patience:g} s"
-        mine = Failure(self.world.rank, EXIT_FAILED, waited, hang=True)
-        first = self._ask(lambda: mine.publish(self._store))
-        if first is not None and first.rank != self.world.rank:
-            return  # the other thread sees it too
-        late = self._ask(self._who_is_late) if first is not None else None
-        sentence = (
-            f"{waited}: {late or f'rank 0 or its launcher does not answer at {self.world.master_addr}'}"
-        )
+    def _send_heartbeat(self) -> None:
+        self._heartbeat_count, self._without_heartbeat = self._heartbeat_count + 1, 0
+        heartbeat = [self._heartbeat_count, self._progress_count, self.place]
+        self._store.set(f"heartbeat/{self.world.rank}", json.dumps(heartbeat))
+
+    def _is_overdue(self) -> bool:
+        return 0 < self._limit_s < self._without_progress * HEARTBEAT_S
+
+    def _hang(self, cause: str) -> Failure:
+        sentence = f"nothing moved for {self._limit_s:g} s: {cause}"
         if self.directory is not None:
             sentence += f"; the stacks of the ranks are in {self.directory / 'hang'}"
-        self.report_cause(sentence)
-        self._ask(lambda: self._store.set(_REPORT, sentence))
-        self._exit(sentence)
+        return Failure(self.world.rank, EXIT_FAILED, sentence, hang=True)
 
-    def _ask(self, question: Callable[[], T]) -> T | None:
-        """What the store answers; None if it is silent, or gone."""
+    def _leave(self, end: Failure) -> None:
+        """End the process: at once after a hang, else unless its main thread does so in time."""
+        sentence = end.as_seen_by_peers() if end.is_reported_by(self.world) else ""
+        if end.hang:
+            if not keep(self.directory, "hang", self.world.rank, self.place, faulthandler.dump_traceback):
+                faulthandler.dump_traceback()
+            if end.rank == self.world.rank:
+                sentence = end.sentence
+                in_time(lambda: self.report_cause(sentence), 5.0, None)  # the disk itself may hang
+                self._done.wait(2)  # the others read it in the store, which goes with rank 0
+        elif self._done.wait(_GRACE_HEARTBEATS * HEARTBEAT_S):
+            return
+        if sentence:
+            print(f"narrowgauge: {sentence}", file=sys.stderr, flush=True)
+        os._exit(end.code)  # the main thread may be stuck where it never returns
 
-        def ask() -> T | None:
-            with suppress(RuntimeError):
-                return question()
-            return None
-
-        return in_time(ask, 10.0, None)
+    def ranks_without_heartbeat(self) -> list[int]:
+        """The ranks whose heartbeat count does not change; takes two seconds."""
+        before = [count for count, _, _ in self._heartbeats()]
+        for _ in range(_MISSED_HEARTBEATS):
+            self._done.wait(HEARTBEAT_S)
+            self._send_heartbeat()  # others may ask as well
+        after = enumerate(self._heartbeats())
+        return [rank for rank, (count, _, _) in after if count == before[rank] and rank != self.world.rank]
 
     def _who_is_late(self) -> str:
         """The ranks without a heartbeat, else those that are behind, else where all of them are."""
@@ -165,7 +136,7 @@ class Watchdog:
         furthest = max(count for _, count, _ in heartbeats)
         late = missing or [r for r, (_, count, _) in enumerate(heartbeats) if count < furthest]
         if not late:
-            return f"all {self.world.size} ranks are at {self._location}"
+            return f"all {self.world.size} ranks are at {self.place}"
         verb = "does not answer" if missing else "did not arrive"
         names = [
             f"{name_of(self._store, r)} {verb}, and was last heard of at {heartbeats[r][2]}" for r in late[:8]
@@ -177,21 +148,3 @@ class Watchdog:
         keys = [f"heartbeat/{rank}" for rank in range(self.world.size)]
         none = b'[0, 0, "no place"]'
         return [tuple(json.loads(self._store.get(k) if self._store.check([k]) else none)) for k in keys]
-
-    def _dump_stacks(self) -> None:
-        """Write the stacks of all threads of this process to RUN/hang/rank-N.txt or standard error."""
-        in_time(self._write_stacks, 5.0, None)  # the disk itself may hang
-
-    def _write_stacks(self) -> None:
-        place = f"rank {self.world.rank}, process {os.getpid()}, at {self._location}, {datetime.now():%F %T}"
-        if self.directory is None:
-            faulthandler.dump_traceback()
-            return
-        folder = self.directory / "hang"
-        try:
-            folder.mkdir(exist_ok=True)
-            with (folder / f"rank-{self.world.rank}.txt").open("w") as file:
-                print(place, file=file, flush=True)
-                faulthandler.dump_traceback(file)
-        except OSError:
-            faulthandler.dump_traceback()

@@ -5,11 +5,9 @@ some generations of GPUs. V100 and older cards (compute capability below 7.5) ar
 for CUDA 12.6, because CUDA 13 cannot compile for them.
 """
 
-import tomllib
 from dataclasses import dataclass
 
-from narrowgauge.system.files import shipped_text
-from narrowgauge.trainer.cluster.doctor.facts import Facts, Version, dotted
+from narrowgauge.trainer.cluster.doctor.facts import Facts, Version, dotted, figures
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,21 +26,8 @@ class Build:
         return f"torch {releases}, built for CUDA {dotted(self.cuda)}"
 
 
-def _builds() -> tuple[Build, ...]:
-    """The builds of `builds.toml`, from the oldest CUDA to the newest."""
-    tables = tomllib.loads(shipped_text("trainer/cluster/doctor/torch_setup", "builds")).values()
-
-    def pair(table: dict[str, list[list[int]]], key: str) -> tuple[Version, Version]:
-        low, high = table[key]
-        return tuple(low), tuple(high)
-
-    builds = [
-        Build(cuda=tuple(t["cuda"]), capability=pair(t, "capability"), torch=pair(t, "torch")) for t in tables
-    ]
-    return tuple(sorted(builds, key=lambda build: build.cuda))
-
-
-BUILDS = _builds()
+_TABLES = figures("trainer/cluster/doctor/torch_setup", "builds").values()
+BUILDS = sorted((Build(**table) for table in _TABLES), key=lambda build: build.cuda)
 
 
 def build_for(capability: Version, driver: Version | None = None) -> Build | None:
