@@ -385,10 +385,6 @@ def fp8_product(a_MK: torch.Tensor, b_KN: torch.Tensor, scale: torch.Tensor) -> 
     return torch._scaled_mm(a_MK, b_KN, scale, scale, out_dtype=torch.bfloat16, use_fast_accum=True)
 
 
-# The autograd node whose backward is running in this thread; None outside one. No public name.
-autograd_node: Callable[[], Any] = torch._C._current_autograd_node
-
-
 @cache
 def is_view_operation(func: Any) -> bool:
     """Whether an operation, as `__torch_dispatch__` receives it, only creates a view."""

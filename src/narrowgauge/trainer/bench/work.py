@@ -121,9 +121,9 @@ def work_of(config: Config, native: bool) -> Work:
 
 
 def _is_recomputed(layer: str, selective: bool) -> bool:
-    """Whether the GEMMs of a linear layer run again in a recomputed block."""
-    is_kept = selective and layer.endswith(("qkv", "attention_out"))
-    return layer.startswith("blocks.") and not is_kept
+    """Whether the GEMMs of a linear layer run again in a recomputed block, which ends at its last input."""
+    kept = ("down", "qkv", "attention_out") if selective else ("down",)
+    return layer.startswith("blocks.") and layer.split(".", 2)[2] not in kept
 
 
 def _add_layer(

@@ -165,5 +165,5 @@ def plan(
     asked = None if price is None else parse_price("--price", price)
     with nullcontext() if line is None else Console(stderr=True).status("") as status:
         found = make_plan(config, devices, machine, *(() if status is None else (status.update,)))
-        decision = breakeven(found, devices, machine, count) if machine is not None and gap else None
+        decision = breakeven(found, count) if machine is not None and gap else None
     return PlanResult(found, count, asked, decision, line.command_line if line else ("plan",), note)

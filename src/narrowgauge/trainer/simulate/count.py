@@ -5,13 +5,12 @@ further ones, which are alike; and the update. Three micro-batches are simulated
 all further ones.
 """
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from narrowgauge.recipes import choose_backend
 from narrowgauge.system.devices import Device
 from narrowgauge.system.errors import UserError
-from narrowgauge.trainer.simulate.recorder import Event
+from narrowgauge.trainer.simulate.recorder import Part
 from narrowgauge.trainer.simulate.speeds import FUNCTION_S, LAUNCH_S, Speeds
 from narrowgauge.trainer.simulate.step import UPDATE, phase_of, simulate_step
 from narrowgauge.trainer.training import Config
@@ -44,14 +43,14 @@ class Total:
         return max(self.seconds, self.host_seconds)
 
     @classmethod
-    def of(cls, events: Sequence[Event], functions: int, waits: int, speeds: Speeds) -> "Total":
-        """The total of events at given speeds."""
-        times = [(e, speeds.seconds(e.cost)) for e in events]
+    def of(cls, part: Part, speeds: Speeds) -> "Total":
+        """The total of a part of a step at given speeds."""
+        events, times = part.events, [(e, speeds.seconds(e.cost)) for e in part.events]
         attention = sum(s for e, s in times if e.cost.kind.startswith("attention"))
         return cls(
             sum(e.cost.launches for e in events),
-            functions,
-            waits,
+            part.functions,
+            part.waits,
             sum(e.cost.bytes for e in events),
             sum(e.cost.flops for e in events),
             sum(s for _, s in times),
@@ -87,37 +86,24 @@ class StepCount:
 
     Attributes:
         micro_batches: micro-batches of a step.
-        first: events of the first micro-batch.
-        micro: events of one micro-batch that is neither the first nor the last.
-        update: events of clipping, the update and what follows.
-        first_functions: calls of Python autograd functions in the first micro-batch.
-        functions: those calls in a further micro-batch.
-        waits: how often the host waits in a micro-batch, by place.
-        update_waits: the number of waits in the update.
+        first: the first micro-batch.
+        micro: one that is neither the first nor the last.
+        update: clipping, the update and what follows.
         peak_bytes: the most bytes that are alive.
         state_bytes: bytes on the device between steps.
     """
 
     micro_batches: int
-    first: Sequence[Event]
-    micro: Sequence[Event]
-    update: Sequence[Event]
-    first_functions: int
-    functions: int
-    waits: Mapping[str, int]
-    update_waits: int
+    first: Part
+    micro: Part
+    update: Part
     peak_bytes: int
     state_bytes: int
 
     def totals(self, at: Speeds) -> StepTotals:
         """The totals of the step's parts at given speeds."""
-        waits = sum(self.waits.values())
-        return StepTotals(
-            Total.of(self.first, self.first_functions, waits, at),
-            Total.of(self.micro, self.functions, waits, at),
-            Total.of(self.update, 0, self.update_waits, at),
-            self.micro_batches,
-        )
+        first, further, update = (Total.of(part, at) for part in (self.first, self.micro, self.update))
+        return StepTotals(first, further, update, self.micro_batches)
 
 
 def count_step(config: Config, facts: Device) -> StepCount:
@@ -143,17 +129,12 @@ def count_step(config: Config, facts: Device) -> StepCount:
         )
     choose_backend(config.spec.recipe, facts, config.spec.backend)
     step = simulate_step(config, _MICRO_BATCHES, count_on=facts)
-    recorder, first, counted = step.recorder, phase_of(0), phase_of(1)
-    t = config.training
+    parts, t = step.recorder.parts, config.training
     return StepCount(
         t.batch_size // t.micro_batch_size,
-        [e for e in recorder.events if e.phase == first],
-        [e for e in recorder.events if e.phase == counted],
-        [e for e in recorder.events if e.phase == UPDATE],
-        recorder.functions[first],
-        recorder.functions[counted],
-        {place: n for (phase, place), n in recorder.waits.items() if phase == counted},
-        sum(n for (phase, _), n in recorder.waits.items() if phase == UPDATE),
-        recorder.live.peak,
+        parts[phase_of(0)],
+        parts[phase_of(1)],
+        parts[UPDATE],
+        step.recorder.live.peak,
         step.state_bytes,
     )

@@ -31,10 +31,7 @@ def estimate_step(config: Config, parallel_dims: ParallelDims = ALONE) -> StepEs
 
     A model of many blocks is estimated by linear extrapolation from models of few.
     """
-    parts = _parts(config, parallel_dims)
-    if len(parts) == 1:
-        return _heaviest(config, parallel_dims)
-    parameters = count_parameters(config.spec.model)
+    parts, parameters = _parts(config, parallel_dims), count_parameters(config.spec.model)
     steps = [  # extrapolated per process: with few layers another process may be the heaviest
         _sum([(_step(with_layers(config, n), parallel_dims, rank), w) for n, w in parts], parameters)
         for rank in _first_and_last_rank(parallel_dims)
@@ -56,11 +53,6 @@ def _parts(config: Config, parallel_dims: ParallelDims) -> list[tuple[int, float
         return few_blocks(config) if parallel_dims.pipeline == 1 else [(layers, 1.0)]
     further = (layers - 4 * unit) / unit
     return [(3 * unit, -further), (4 * unit, 1 + further)]  # with fewer, FSDP2's peak lies elsewhere
-
-
-def _heaviest(config: Config, parallel_dims: ParallelDims) -> StepEstimate:
-    steps = (_step(config, parallel_dims, rank) for rank in _first_and_last_rank(parallel_dims))
-    return max(steps, key=lambda step: step.memory.peak)
 
 
 def _first_and_last_rank(parallel_dims: ParallelDims) -> list[int]:

@@ -7,69 +7,60 @@ step does not depend on them.
 """
 
 import inspect
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import wraps
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 import narrowgauge
+from narrowgauge import formats, quantization
 from narrowgauge.distributed import CommCounter
+from narrowgauge.kernels import cast, gradient_sum, product
 from narrowgauge.quantization.state.gradient_state import NarrowGradient
 from narrowgauge.system.devices import GpuWork
-from narrowgauge.system.torch_compat import (
-    TorchDispatchMode,
-    autograd_node,
-    operation_name,
-)
+from narrowgauge.system.torch_compat import TorchDispatchMode, operation_name
 from narrowgauge.trainer.simulate.live_bytes import LiveBytes
 from narrowgauge.trainer.simulate.meta_results import meta_result
 from narrowgauge.trainer.simulate.operations import Cost, cost_of, shown_bytes
 
-_ROOT = str(Path(narrowgauge.__file__).parent)
-#: Files that only forward an operation; the caller is recorded instead.
-_DOORS = (
-    *("trainer/simulate/", "system/devices.py", "system/torch_compat.py"),
-    *("kernels/triton/launch.py", "kernels/dispatch.py"),
-)
-#: Files that make operands, and scale the results of their matmuls.
-_CASTS = (
-    *("quantization/", "formats/", "kernels/cast.py", "kernels/product.py"),
-    *(f"kernels/triton/{name}.py" for name in ("cast_launch", "product", "fp4_rows", "rounding")),
-)
-_ENGINE = "trainer/distributed/parallel/engine.py"  # which starts the backward pass
+#: Modules that make operands of matmuls, and scale their results: what they call belongs to them.
+_CASTS = tuple(f"{module.__name__}." for module in (formats, quantization, cast, product))
+_SUMS = f"{gradient_sum.__name__}."  # adds to quantized gradients, which casts nothing for a matmul
+#: Kernels of casts that others launch.
+_CAST_KERNELS = ("triton transpose", "triton slope_of_rows")
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One operation: its name, its place in the program, the phase of the step and its cost."""
+    """One operation: its name, its cost, and whether it makes operands of a matmul or scales its result."""
 
     name: str
-    site: str
-    phase: str
     cost: Cost
+    is_cast: bool
 
-    @property
-    def is_cast(self) -> bool:
-        """Whether it makes operands of a matmul, or scales the result of an emulated one."""
-        return not self.cost.flops and self.site.startswith(_CASTS)
+
+@dataclass
+class Part:
+    """A phase of a step: the operations of a GPU, calls of Python autograd functions, waits of the host."""
+
+    events: list[Event] = field(default_factory=list)
+    functions: int = 0
+    waits: int = 0
 
 
 class Recorder(TorchDispatchMode):
     """A dispatch mode that records live bytes and traffic, and during a phase events and waits.
 
     Attributes:
-        phase: the current phase of the step, set from outside; events outside a phase are dropped.
+        phase: the current phase of the step, set from outside; "" outside of all.
         live: the bytes alive.
         traffic: the bytes that this process sends.
-        events: the operations of a GPU.
-        waits: how often the host waits for the device, by (phase, place).
-        functions: calls of Python autograd functions, by phase.
+        parts: what was recorded, by phase; of operations outside a phase nothing.
     """
 
     def __init__(self, device: str = "meta", allocation: int = 1) -> None:
@@ -82,9 +73,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.phase = ""
         self.live, self.traffic = LiveBytes(device, allocation), CommCounter()
-        self.events: list[Event] = []
-        self.waits: Counter[tuple[str, str]] = Counter()
-        self.functions: Counter[str] = Counter()
+        self.parts = defaultdict[str, Part](Part)
         self._result = meta_result if device == "meta" else _run
 
     def __torch_dispatch__(
@@ -118,12 +107,12 @@ class Recorder(TorchDispatchMode):
 
     def wait(self) -> None:
         """Record that the host waits for the device."""
-        if self.phase:
-            self.waits[self.phase, _site()] += 1
+        self.parts[self.phase].waits += 1
 
     def _add(self, name: str, cost: Cost) -> None:
         if self.phase:
-            self.events.append(Event(name, _site(), self.phase, cost))
+            is_cast = not cost.flops and (name in _CAST_KERNELS or _is_called_by_cast())
+            self.parts[self.phase].events.append(Event(name, cost, is_cast))
 
     def _of_host(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[bool, Any]:
         """(whether the operation is between host and device and answered here, its result)."""
@@ -159,7 +148,7 @@ class Recorder(TorchDispatchMode):
             yield
 
     def _call(self) -> None:
-        self.functions[self.phase] += 1
+        self.parts[self.phase].functions += 1
 
 
 def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -211,16 +200,14 @@ def _counted(function: type, call: Callable[[], None]) -> Iterator[None]:
             setattr(function, name, method)
 
 
-def _site() -> str:
-    """The function of the package that calls, or the autograd node that computes its gradient."""
-    node, frame = autograd_node(), inspect.currentframe()
+def _is_called_by_cast() -> bool:
+    """Whether a function of casts is running, and nothing in it that adds gradients."""
+    frame = inspect.currentframe()
     while frame is not None:
-        path = frame.f_code.co_filename
-        if path.startswith(_ROOT):
-            place = path[len(_ROOT) + 1 :]
-            if node is not None and place == _ENGINE:
-                break  # no function of this package is between the engine and the operation
-            if not place.startswith(_DOORS):
-                return f"{place}:{frame.f_code.co_name}"
-        frame = cast(Any, frame.f_back)
-    return "torch" if node is None else f"autograd {node.name().replace('torch::autograd::', '')}"
+        module = f"{frame.f_globals.get('__name__')}."
+        if module.startswith(_CASTS):
+            return True
+        if module == _SUMS:
+            return False
+        frame = frame.f_back
+    return False

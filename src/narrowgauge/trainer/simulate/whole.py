@@ -68,7 +68,7 @@ def count_whole(
     parts = [(count_step(with_layers(config, n), facts), w) for n, w in few_blocks(config)]
     flops = defaultdict[str, float](float)
     for step, w in parts:
-        for event in step.micro:
+        for event in step.micro.events:
             flops[event.cost.kind] += w * event.cost.flops
     best = ceilings or speeds
     expected = speeds.calibrated().within(best)

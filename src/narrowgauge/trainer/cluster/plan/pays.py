@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from narrowgauge.forecast import Forecast, Forecaster
-from narrowgauge.trainer.cluster.plan.cluster_spec import Cluster
-from narrowgauge.trainer.cluster.plan.plan import Plan, make_plan
+from narrowgauge.system.devices import imagine
+from narrowgauge.trainer.cluster.plan.plan import Plan, expected_time
 from narrowgauge.trainer.models import count_block_weights
+from narrowgauge.trainer.simulate import estimate_step
 
 REFERENCE = "bf16"
 
@@ -69,16 +70,20 @@ class Breakeven:
         return {"word": self.word, "speed": self.speed, "hours": share, "forecast": self.forecast.as_json()}
 
 
-def breakeven(plan: Plan, devices: int, cluster: Cluster, tokens: int) -> Breakeven:
-    """Set the speed of a plan's recipe against the tokens that buy its loss back; the plan has a time.
+def breakeven(plan: Plan, tokens: int) -> Breakeven:
+    """Set the speed of a plan's recipe against the tokens that buy its loss back; the plan is of a cluster.
 
     `tokens` is the budget at which the gap is forecast; 0 for the tokens of `training.steps`.
     """
-    config = plan.config
-    wide = config.model_copy(update={"recipe": type(config.recipe)(name=REFERENCE)})
-    reference = make_plan(wide, devices, cluster)
-    speed = _seconds(reference) / _seconds(plan)
+    config, dims, cluster = plan.config, plan.parallel_dims, plan.cluster
+    assert cluster is not None
     assert plan.time is not None
+    wide = config.model_copy(update={"recipe": type(config.recipe)(name=REFERENCE)})
+    with imagine(cluster.facts):
+        step = estimate_step(wide, dims)
+    time, expected = expected_time(wide, dims, cluster, step)
+    own, others = (1.0 if e is None else e.share for e in (plan.expected, expected))
+    speed = (time.seconds / others) / (plan.time.seconds / own)
     budget = tokens or config.training.steps * plan.time.tokens
     size = count_block_weights(config.spec.model)
     forecast = Forecaster().forecast(config.spec.recipe, size, budget, config.recipe.name)
@@ -88,11 +93,6 @@ def breakeven(plan: Plan, devices: int, cluster: Cluster, tokens: int) -> Breake
         mean, low, high = ((1 + x / 100) / speed for x in (extra.mean, extra.low, extra.high))
         share = (mean, low, high)
     return Breakeven(forecast, speed, share)
-
-
-def _seconds(plan: Plan) -> float:
-    assert plan.time is not None
-    return plan.time.seconds / (1.0 if plan.expected is None else plan.expected.share)
 
 
 def _percent(x: float) -> str:
