@@ -46,16 +46,6 @@ def t_quantile(degrees: int, confidence: float = CONFIDENCE) -> float:
     return (low + high) / 2
 
 
-def half_width(values: Sequence[float], confidence: float = CONFIDENCE) -> float | None:
-    """Half the width of the confidence interval of the mean; None for fewer than two values."""
-    n = len(values)
-    if n < 2:
-        return None
-    mean = math.fsum(values) / n
-    deviation = math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (n - 1))
-    return t_quantile(n - 1, confidence) * deviation / math.sqrt(n)
-
-
 @dataclass(frozen=True, slots=True)
 class Interval:
     """A mean and its confidence interval; both ends are NaN for fewer than two values."""
@@ -70,13 +60,16 @@ class Interval:
         return {name: x if math.isfinite(x) else None for name, x in numbers.items()}
 
 
-def interval(values: Sequence[float], confidence: float = CONFIDENCE) -> Interval:
+def interval(values: Sequence[float]) -> Interval:
     """The confidence interval of the mean of `values`.
 
     >>> interval([2.0, 2.0, 2.0])
     Interval(mean=2.0, low=2.0, high=2.0)
     """
-    mean = sum(values) / len(values)  # passes infinity and NaN through; fsum raises on them
-    half = half_width(values, confidence) if math.isfinite(mean) else None
-    half = math.nan if half is None else half
+    n, half = len(values), math.nan
+    mean = sum(values) / n  # passes infinity and NaN through; fsum raises on them
+    if n > 1 and math.isfinite(mean):
+        center = math.fsum(values) / n
+        deviation = math.sqrt(math.fsum((v - center) ** 2 for v in values) / (n - 1))
+        half = t_quantile(n - 1) * deviation / math.sqrt(n)
     return Interval(mean, mean - half, mean + half)

@@ -43,13 +43,13 @@ def signed_percent(percent: float, digits: int = 2) -> str:
     return f"{signed(percent, digits)} %" if math.isfinite(percent) else "not finite"
 
 
-def percent_range(low: float, high: float, digits: int = 2) -> str:
+def percent_range(low: float, high: float) -> str:
     """An interval in percent.
 
     >>> percent_range(-0.5, 1.25)
     '-0.50 .. +1.25 %'
     """
-    return f"{signed(low, digits)} .. {signed_percent(high, digits)}"
+    return f"{signed(low)} .. {signed_percent(high)}"
 
 
 def signed(number: float, digits: int = 2) -> str:

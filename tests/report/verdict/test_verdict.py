@@ -7,7 +7,7 @@ import statistics
 import pytest
 from rich.console import Console
 
-from narrowgauge.system.t_interval import half_width, t_quantile
+from narrowgauge.system.t_interval import interval, t_quantile
 from narrowgauge.trainer.report import (
     print_comparison,
     read_runs,
@@ -27,8 +27,8 @@ LEFT_OUT = "fp8: seed {} has no equal tokens in bf16, and is left out."
 
 def test_students_quantiles_are_those_of_the_tables():
     assert {degrees: round(t_quantile(degrees), 3) for degrees in TABLE} == TABLE
-    assert half_width([0.3, -0.1, 0.25, 0.4]) == pytest.approx(3.182446 * 0.217466 / 2, rel=1e-5)
-    assert half_width([0.3]) is None
+    widths = [found.high - found.low for found in map(interval, ([0.3, -0.1, 0.25, 0.4], [0.3]))]
+    assert widths == pytest.approx([3.182446 * 0.217466, math.nan], rel=1e-5, nan_ok=True)
 
 
 def test_gaps_are_paired_by_seed(make_run):
