@@ -9,7 +9,7 @@ from narrowgauge.system.errors import UserError
 from narrowgauge.trainer.checkpoint import load
 from narrowgauge.trainer.data import Batch, prepare
 from narrowgauge.trainer.training import make_config
-from narrowgauge.trainer.training.step.build_model import load_weights
+from narrowgauge.trainer.training.step.build_model import model_of
 from narrowgauge.trainer.training.step.trainer import Trainer
 from support.in_process import bits
 
@@ -99,12 +99,12 @@ def test_a_step_says_how_the_experts_share_its_tokens(tiny, corpus):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model.dim": 64}, r"embedding\.weight should be \(257, 64\), and it holds \(257, 32\)"),
-        ({"model.layers": 3}, r"blocks\.2\..* and it holds nothing"),
-        ({"model.layers": 1}, r"this one has no blocks\.1\."),
+        ({"model.dim": 64}, r"'blocks\.0.*' is torch\.float32 \(32,\) there and torch\.float32 \(64,\) here"),
+        ({"model.layers": 3}, r"'blocks\.2\..*' is absent there"),
+        ({"model.layers": 1}, r"'blocks\.1\..* and absent here"),
     ],
 )
 def test_another_model_is_refused(tiny, corpus, tmp_path, changes, words):
     checkpoint = load(begin(tiny).save(tmp_path, "me"))
-    with pytest.raises(UserError, match=f"of step 0 is another model's.*{words}"):
-        load_weights(begin(tiny, changes).model, checkpoint)
+    with pytest.raises(UserError, match=f"is of another model or recipe: {words}"):
+        model_of(make_config(tiny(changes)), checkpoint, CPU)

@@ -13,6 +13,7 @@ from narrowgauge.quantization import Cast
 from narrowgauge.quantization import cast as named_cast
 from narrowgauge.quantization.keys import Consumer
 from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.checkpoint import load, newest_valid
 from narrowgauge.trainer.checkpoint.interop.external_model import is_external_model, read_external_model
 from narrowgauge.trainer.checkpoint.interop.name_map import ExternalModel
 from narrowgauge.trainer.data import (
@@ -35,7 +36,7 @@ from narrowgauge.trainer.runs.monitor.hardware import choose_device, use_device
 from narrowgauge.trainer.runs.run_directory import RunDirectory
 from narrowgauge.trainer.training.config.config import Config, make_config
 from narrowgauge.trainer.training.config.micro_batch import held_out_sequences
-from narrowgauge.trainer.training.step.build_model import go_to, model_of, newest_checkpoint
+from narrowgauge.trainer.training.step.build_model import go_to, model_of
 
 # Sequence length for an imported model, whose training length is unknown; short enough for a CPU.
 _WINDOW = 1024
@@ -128,18 +129,17 @@ def open_run(path: Path, device: str = "auto", tokenizer: Path | None = None) ->
         return TrainedRun(path, imported_config(external), model.eval(), 0, *files)
     directory = RunDirectory(path)
     config = directory.config(own_recipe=True)
-    checkpoint, _ = newest_checkpoint(directory.checkpoints, None)
-    if checkpoint is None:
+    newest, _ = newest_valid(directory.checkpoints, None)
+    if newest is None:
         raise UserError(
             f"{path} has no checkpoint yet: the first is saved after checkpoint.every = "
             f"{config.checkpoint.every} steps; continue the run first"
         )
     if target.type == "cpu" and (lines := directory.lines()):
         Arithmetic.of(lines, AttentionShape.of(config)).choose()
-    in_force, model = model_of(config, checkpoint, target)
+    in_force, model = model_of(config, checkpoint := load(newest), target)
     saved = directory.tokenizer if directory.tokenizer.is_file() else None
-    files = (tokenizer or saved, directory.special_tokens())
-    return TrainedRun(path, in_force, model, checkpoint.step, *files)
+    return TrainedRun(path, in_force, model, checkpoint.step, tokenizer or saved, directory.special_tokens())
 
 
 def plain_model(external: ExternalModel) -> Transformer:

@@ -1,7 +1,7 @@
 """Builds a run's model and optimizer on one process, and restores the model from a checkpoint."""
 
+from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,11 +9,11 @@ import torch
 from narrowgauge.guard.raises import raises_of
 from narrowgauge.nn import DTYPES, apply_recipe, outline_of, recipe_tensors, set_step
 from narrowgauge.optim import AdamW, Muon, Optimizer, parameter_groups
+from narrowgauge.optim.carried_state import require_same_tensors
 from narrowgauge.quantization import ensure_state, stored_tensor
 from narrowgauge.quantization.state.parameter_state import is_large
 from narrowgauge.recipes import Recipe, resolve
-from narrowgauge.system.errors import UserError
-from narrowgauge.trainer.checkpoint import Checkpoint, load, newest_valid
+from narrowgauge.trainer.checkpoint import Checkpoint
 from narrowgauge.trainer.distributed import ModelSpec
 from narrowgauge.trainer.models import Transformer, initialize
 from narrowgauge.trainer.training.config.config import Config
@@ -38,62 +38,27 @@ def go_to(model: torch.nn.Module, config: Config, step: int, first_sample: int) 
     set_step(model, seed, step, first_sample, steps, config.decay_start)
 
 
+@torch.no_grad()
 def model_of(config: Config, checkpoint: Checkpoint, device: torch.device) -> tuple[Config, Transformer]:
-    """The full model of a checkpoint on one process, and the configuration in effect there."""
+    """The full model of a checkpoint on one process, and the configuration in effect there.
+
+    Raises:
+        UserError: the checkpoint belongs to another model or recipe; the message names the first difference.
+    """
     config = config.in_force(raises_of(checkpoint.state), checkpoint.step)
     model = build_model(config.spec, device)
-    load_model(model, config, checkpoint)
+    weights = {n: stored_tensor(p) for n, p in model.named_parameters(remove_duplicate=False)}
+    _fill(weights, checkpoint.tensors["model"])
+    go_to(model, config, checkpoint.step, 0)
+    of_recipe, saved = recipe_tensors(model), checkpoint.tensors.get("recipe", {})
+    _fill(of_recipe, {name: saved[name] for name in of_recipe if name in saved})
     return config, model.eval()
 
 
-def load_model(model: torch.nn.Module, config: Config, checkpoint: Checkpoint) -> None:
-    """Restore a model from a checkpoint: its weights and the state of its recipe."""
-    load_weights(model, checkpoint)
-    go_to(model, config, checkpoint.step, 0)
-    saved = checkpoint.tensors.get("recipe", {})
-    for name, tensor in recipe_tensors(model).items():
-        if name not in saved or saved[name].shape != tensor.shape:
-            raise UserError(
-                f"the checkpoint of step {checkpoint.step} is of another recipe: it has no {name} as this "
-                "one keeps it; use its own, or `train --branch` to continue under another"
-            )
+def _fill(tensors: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor]) -> None:
+    require_same_tensors(tensors, saved)
+    for name, tensor in tensors.items():
         tensor.copy_(saved[name])
-
-
-@torch.no_grad()
-def load_weights(model: torch.nn.Module, checkpoint: Checkpoint) -> None:
-    """Copy a checkpoint's weights into a model.
-
-    Raises:
-        UserError: the checkpoint belongs to another model; the message names the first difference.
-    """
-    weights = checkpoint.tensors["model"]
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    for name, parameter in parameters.items():
-        if name not in weights or weights[name].shape != parameter.shape:
-            found = tuple(weights[name].shape) if name in weights else "nothing"
-            raise UserError(
-                f"the checkpoint of step {checkpoint.step} is another model's: {name} should be "
-                f"{tuple(parameter.shape)}, and it holds {found}; use the configuration it was made with"
-            )
-        stored = stored_tensor(parameter)
-        if weights[name].dtype != stored.dtype:
-            raise UserError(
-                f"the checkpoint of step {checkpoint.step} stores {name} as {weights[name].dtype}, and this "
-                f"recipe as {stored.dtype}; use the recipe it was made with"
-            )
-        stored.copy_(weights[name])
-    if extra := weights.keys() - parameters.keys():
-        raise UserError(
-            f"the checkpoint of step {checkpoint.step} is another model's: this one has no {min(extra)}; "
-            "use the configuration it was made with"
-        )
-
-
-def newest_checkpoint(checkpoints: Path, run_id: str | None) -> tuple[Checkpoint | None, list[str]]:
-    """The newest valid checkpoint, if any, and a sentence for each newer one that was refused."""
-    path, refused = newest_valid(checkpoints, run_id)
-    return (None if path is None else load(path)), refused
 
 
 def build_optimizer(config: Config, model: torch.nn.Module) -> Optimizer:

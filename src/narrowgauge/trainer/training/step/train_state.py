@@ -38,6 +38,7 @@ from narrowgauge.quantization import (
     QuantizedState,
     ShardAxis,
     TensorShard,
+    full_axis,
     local_tensor,
     shard_of,
     state_of,
@@ -165,11 +166,8 @@ def _shard(name: str, parameters: Mapping[str, torch.Tensor]) -> TensorShard | N
 
 def _slices(stored: torch.Tensor, shard: TensorShard | None) -> Iterator[LocalTensor]:
     """The slices of a stored tensor whose parameter has this shard; None if it is not sharded."""
-    if shard is None or not stored.ndim:
-        yield LocalTensor(stored, tuple(stored.shape), (0,) * stored.ndim)
-        return
-    axes = [_stored_axis(axis, n) for axis, n in zip(shard.axes, stored.shape, strict=False)]
-    axes += [ShardAxis(n, ((0, n),), ()) for n in stored.shape[len(axes) :]]
+    axes = [_stored_axis(axis, n) for axis, n in zip(shard.axes if shard else (), stored.shape, strict=False)]
+    axes += [full_axis(n) for n in stored.shape[len(axes) :]]
     shape = tuple(axis.size for axis in axes)
     for segments in product(*(_segments(axis) for axis in axes)):
         index = tuple(slice(begin, begin + n) for begin, _, n in segments)
@@ -187,7 +185,7 @@ def _segments(axis: ShardAxis) -> Iterator[tuple[int, int, int]]:
 def _stored_axis(axis: ShardAxis, stored: int) -> ShardAxis:
     """An axis in units of the stored tensor: packed bytes, or scales of blocks."""
     if not axis.groups or stored == axis.length:
-        return axis if axis.groups else ShardAxis(stored, ((0, stored),), ())
+        return axis if axis.groups else full_axis(stored)
     ratio = Fraction(axis.length, stored)  # elements of a stored unit
     segments = tuple((int(start / ratio), ceil(length / ratio)) for start, length in axis.segments)
     return ShardAxis(ceil(axis.size / ratio), segments, axis.groups)
