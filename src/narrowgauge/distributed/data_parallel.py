@@ -213,13 +213,10 @@ def _use_process(module: torch.nn.Module, process: int) -> None:
 
 def _rank_in_mesh(mesh: DeviceMesh | None) -> int:
     """The rank of this process in a mesh, in row-major order; without a mesh, its global rank."""
-    coordinate = None if mesh is None else mesh.get_coordinate()
-    if mesh is None or coordinate is None:
+    if mesh is None:
         return rank_in(torch.distributed.group.WORLD)
-    rank = 0
-    for index, size in zip(coordinate, mesh.shape, strict=True):
-        rank = rank * size + index
-    return rank
+    ranks: list[int] = mesh.mesh.flatten().tolist()
+    return ranks.index(mesh.get_rank())
 
 
 def _buffers_of_layers(module: torch.nn.Module) -> list[str]:

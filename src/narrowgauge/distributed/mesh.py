@@ -63,20 +63,14 @@ class Mesh:
             self._meshes = {name: mesh[name] for name in MESH_AXES}
             self._meshes |= {name: flatten_mesh(mesh[axes], name) for name, axes in COMBINED_AXES.items()}
             if parallel_dims.pipeline > 1:
-                self._make_first_last_groups(mesh)
+                pipelines = mesh.mesh.flatten(1).T.tolist()
+                pairs = [[first, last] for first, *_, last in pipelines]  # which share a tied embedding
+                self.first_last_group, _ = dist.new_subgroups_by_enumeration(pairs)
             if parallel_dims.is_sharded and parallel_dims.replicate > 1:
                 sizes = tuple(self.size(name) for name in HSDP_AXES)
                 hsdp_mesh = init_device_mesh(device.type, sizes, mesh_dim_names=HSDP_AXES)
                 self._meshes["hsdp"] = hsdp_mesh["replicate", "fsdp"]
                 self._meshes["expert_hsdp"] = mesh["replicate", "expert_shard"]
-
-    def _make_first_last_groups(self, mesh: DeviceMesh) -> None:
-        """Groups of the first and the last rank of each pipeline, which share a tied embedding."""
-        pipelines = mesh.mesh.flatten(1).T  # one row each
-        for first, *_, last in pipelines.tolist():
-            pair = dist.new_group([first, last])
-            if dist.get_rank() in (first, last):
-                self.first_last_group = pair
 
     @property
     def is_alone(self) -> bool:

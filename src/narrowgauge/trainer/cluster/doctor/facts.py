@@ -11,6 +11,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from narrowgauge.system.files import shipped_text
@@ -152,6 +153,14 @@ def release(version: str) -> tuple[int, int]:
     """The first two components of a version: (2, 11) of "2.11.0+cu128"; missing ones are 0."""
     major, minor, *_ = [*re.findall(r"\d+", version), "0", "0"]
     return int(major), int(minor)
+
+
+def text_of(path: str | Path) -> str:
+    """The text of a small file of the kernel; "" if there is no such file."""
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
 
 
 def count(number: int, thing: str) -> str:

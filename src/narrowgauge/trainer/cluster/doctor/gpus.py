@@ -27,6 +27,7 @@ from narrowgauge.trainer.cluster.doctor.facts import (
     dotted,
     miss,
     ok,
+    text_of,
     warn,
 )
 from narrowgauge.trainer.cluster.doctor.torch_setup.builds import right_build
@@ -45,7 +46,7 @@ def read_gpus(torch: Mapping[str, Any]) -> dict[str, Any]:
     files = len(list(Path("/dev").glob("nvidia[0-9]*")))  # WSL has none, but the driver answers
     makers = ("nvidia",) * (files or len(uses)) + ("amd",) * _amd_gpus()
     gpus = joined(torch.get("gpus", ()), uses)
-    facts: dict[str, Any] = nvidia or {"driver": _text("/sys/module/amdgpu/version")}
+    facts: dict[str, Any] = nvidia or {"driver": text_of("/sys/module/amdgpu/version")}
     if len(gpus) != len(uses):  # links may belong to GPUs that torch does not see
         facts.pop("links", None)
     return facts | {
@@ -105,8 +106,8 @@ def _on_bus() -> tuple[str, ...]:
     """The maker of each GPU on the PCI bus."""
     makers = []
     for device in Path("/sys/bus/pci/devices").glob("*"):
-        maker = _VENDORS.get(_text(device / "vendor"))
-        if maker and _text(device / "class").startswith(_GPU_CLASSES):
+        maker = _VENDORS.get(text_of(device / "vendor"))
+        if maker and text_of(device / "class").startswith(_GPU_CLASSES):
             makers.append(maker)
     return tuple(sorted(makers))
 
@@ -117,9 +118,9 @@ def _amd_gpus() -> int:
         return 0
     count = 0
     for node in Path("/sys/class/kfd/kfd/topology/nodes").glob("*"):
-        banks = "\n".join(_text(bank) for bank in node.glob("mem_banks/*/properties"))
+        banks = "\n".join(text_of(bank) for bank in node.glob("mem_banks/*/properties"))
         sizes = re.findall(r"^size_in_bytes (\d+)$", banks, re.MULTILINE)
-        is_gpu = re.search(r"^simd_count [1-9]", _text(node / "properties"), re.MULTILINE)
+        is_gpu = re.search(r"^simd_count [1-9]", text_of(node / "properties"), re.MULTILINE)
         count += bool(is_gpu and sum(map(int, sizes)) >= LIMITS["gpu"]["integrated"])
     return count
 
@@ -133,14 +134,6 @@ def joined(gpus: Sequence[Mapping[str, Any]], uses: Uses) -> tuple[Gpu, ...]:
         facts["capability"], facts["peers"] = tuple(facts["capability"]), tuple(facts["peers"])
         found.append(Gpu(**facts))
     return tuple(found)
-
-
-def _text(path: str | Path) -> str:
-    """The text of a small file of the kernel; "" if there is no such file."""
-    try:
-        return Path(path).read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
-        return ""
 
 
 def gpus(facts: Facts) -> Verdict:

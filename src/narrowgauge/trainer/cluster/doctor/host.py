@@ -31,6 +31,7 @@ from narrowgauge.trainer.cluster.doctor.facts import (
     of_error,
     ok,
     release,
+    text_of,
     warn,
 )
 
@@ -66,8 +67,8 @@ def read_system() -> dict[str, Any]:
 def _cores() -> int:
     """The number of cores available to this process, by its affinity and its cgroup's quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with contextlib.suppress(OSError, ValueError):
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+    with contextlib.suppress(ValueError):
+        quota, period = text_of("/sys/fs/cgroup/cpu.max").split()
         cores = min(cores, max(1, -(-int(quota) // int(period))))
     return cores
 
@@ -80,11 +81,10 @@ def _glibc() -> Version:
 
 def _instruction_sets() -> frozenset[str]:
     """The flags of the first processor in /proc/cpuinfo."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
-            name, _, words = line.partition(":")
-            if name.strip() in ("flags", "Features"):  # x86, ARM
-                return frozenset(words.split())
+    for line in text_of("/proc/cpuinfo").splitlines():
+        name, _, words = line.partition(":")
+        if name.strip() in ("flags", "Features"):  # x86, ARM
+            return frozenset(words.split())
     return frozenset()
 
 
@@ -144,11 +144,8 @@ def _write(place: Path, pieces: int) -> tuple[float | None, float]:
 
 def _kind(place: Path) -> str:
     """The kind of the file system, from the longest mount point above the folder."""
-    try:
-        mounts = [line.split()[1:3] for line in Path("/proc/self/mounts").read_text().splitlines()]
-        real = place.resolve()
-    except (OSError, UnicodeDecodeError):
-        return ""
+    mounts = [line.split()[1:3] for line in text_of("/proc/self/mounts").splitlines()]
+    real = Path(os.path.realpath(place))
     above = [(len(point), kind) for point, kind in mounts if real.is_relative_to(point)]
     return max(above)[1] if above else ""
 

@@ -48,17 +48,12 @@ class Breakeven:
         speed = f"{name} is {self.speed:.2f} times as fast as {REFERENCE}"
         if self.share is None or extra is None:
             return f"{speed}; its loss is not forecast: {self.forecast.refused}"
-        words = {
-            "pays": "it pays",
-            "does not pay": "it does not pay",
-            "open": "it may pay, the forecast does not decide",
-        }
+        says = "it may pay, the forecast does not decide" if self.word == "open" else f"it {self.word}"
+        more, least, most = map(_percent, (extra.mean, extra.low, extra.high))
+        hours, fewest, longest = map(_times, self.share)
         return (
-            f"{speed} and needs {_percent(extra.mean)} more tokens for the same loss "
-            f"({_percent(extra.low)} to "
-            f"{_percent(extra.high)}): {words[self.word]}; {_times(self.share[0])} the device-hours of "
-            f"{REFERENCE} "
-            f"({_times(self.share[1])} to {_times(self.share[2])})"
+            f"{speed} and needs {more} more tokens for the same loss ({least} to {most}): {says}; {hours} "
+            f"the device-hours of {REFERENCE} ({fewest} to {longest})"
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -87,12 +82,10 @@ def breakeven(plan: Plan, tokens: int) -> Breakeven:
     budget = tokens or config.training.steps * plan.time.tokens
     size = count_block_weights(config.spec.model)
     forecast = Forecaster().forecast(config.spec.recipe, size, budget, config.recipe.name)
-    extra = forecast.extra_tokens_percent
-    share = None
-    if extra is not None:
-        mean, low, high = ((1 + x / 100) / speed for x in (extra.mean, extra.low, extra.high))
-        share = (mean, low, high)
-    return Breakeven(forecast, speed, share)
+    if (extra := forecast.extra_tokens_percent) is None:
+        return Breakeven(forecast, speed, None)
+    mean, low, high = ((1 + x / 100) / speed for x in (extra.mean, extra.low, extra.high))
+    return Breakeven(forecast, speed, (mean, low, high))
 
 
 def _percent(x: float) -> str:

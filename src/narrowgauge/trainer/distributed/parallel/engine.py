@@ -5,7 +5,7 @@ gradients over `tensor`    summed here for replicated weights, as the ranks of `
 histories of operands      reduced here, all layers in one collective of each kind
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar, cast
 
@@ -131,16 +131,11 @@ class Engine:
             loss = self.pipeline.run(stage_input, with_backward=False)
         else:
             loss = self._loss(batch)
-        if self.mesh.parallel_dims.is_sharded:
-            self._reshard()
-        return loss
-
-    def _reshard(self) -> None:
-        """Free full weights after a forward pass that no backward pass follows, which would do it."""
         modules: list[object] = [*self.modules, *self.model.modules()]
         for module in modules:
             if isinstance(module, FSDPModule):
-                module.reshard()
+                module.reshard()  # frees full weights, as a backward pass would
+        return loss
 
     def _loss(self, batch: Batch) -> torch.Tensor:
         batch = batch.to(self.device)
@@ -165,9 +160,10 @@ class Engine:
         if self.mesh.is_alone:
             return
         self._reduce_gradient_states()
-        if self.mesh.size("tensor") > 1:
-            gradients = (plain_gradient(p) for p in self._replicated_over_tensor())
-            all_reduce_flat([local_tensor(g) for g in gradients if g is not None], self.mesh.group("tensor"))
+        if self.mesh.size("tensor") > 1:  # of parameters that each of its processes has in full
+            group = self.mesh.group("tensor")
+            gradients = (plain_gradient(p) for p in self.model.parameters() if group not in _groups(p))
+            all_reduce_flat([local_tensor(g) for g in gradients if g is not None], group)
         if self.mesh.first_last_group is not None and self.model.config.tied_head:
             gradient = plain_gradient(self.model.embedding.weight)
             all_reduce_flat([] if gradient is None else [local_tensor(gradient)], self.mesh.first_last_group)
@@ -194,13 +190,6 @@ class Engine:
         """Compute new scales for the gathers, once the weights have changed."""
         if self.mesh.parallel_dims.is_sharded:
             renew_gather_scales(self.model)
-
-    def _replicated_over_tensor(self) -> Iterator[nn.Parameter]:
-        """Parameters that each process of `tensor` has in full."""
-        group = self.mesh.group("tensor")
-        for p in self.model.parameters():
-            if group not in _groups(p):
-                yield p
 
     def sum_over_ranks(self, values: Sequence[float]) -> list[float]:
         """The sum of each value over all processes, in float64."""

@@ -14,7 +14,6 @@ global weight, of unequal lengths if heads share keys. A placement is one segmen
 `ShardAxis` supports both. FSDP2 shards the local tensors further.
 """
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -102,8 +101,9 @@ def _shard_block(block: Any, model: Transformer, mesh: Mesh, tokens: EqualShare 
         block.to_heads = partial(all_to_all_heads, group=tokens.groups[0])
         block.to_tokens = partial(all_to_all_tokens, group=tokens.groups[0])
     if mesh.size("tensor") == 1:
-        for layer in _linears(block):
-            layer.shards = LinearShards(tokens)
+        for layer in block.modules():
+            if isinstance(layer, Linear):
+                layer.shards = LinearShards(tokens)
         return
     count = mesh.size("tensor")
     block.heads_NKK = tuple(heads // count for heads in block.heads_NKK)
@@ -118,10 +118,6 @@ def row_sizes(config: ModelConfig) -> dict[str, list[int]]:
     N, K, H, F = config.heads, config.kv_heads, config.head_dim, config.ffn_dim
     up = {"gate_up": [F, F]} if config.mlp == "swiglu" else {"up": [F]}
     return {"qkv": [N * H, K * H, K * H]} | up
-
-
-def _linears(block: nn.Module) -> Iterator[Linear]:
-    return (m for m in block.modules() if isinstance(m, Linear))
 
 
 def shard_sizes(
