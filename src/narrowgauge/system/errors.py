@@ -13,6 +13,7 @@ from inspect import signature
 from types import UnionType
 from typing import Any, ClassVar, ParamSpec, TypeVar
 
+EXIT_FAILED, EXIT_USAGE, EXIT_PREEMPTED = 1, 2, 75  # the last: it was stopped, has saved, and can continue
 P = ParamSpec("P")
 T = TypeVar("T")
 # What else may stand for a number; a TypedDict of keywords is checked by its reader.
@@ -23,13 +24,13 @@ _ALLOWED |= {float: typing.SupportsFloat, typing.Unpack: object, Any: object}
 class UserError(ValueError):
     """A mistake in usage or input: one sentence for the user, exit code 2."""
 
-    exit_code: ClassVar[int] = 2  # 1 for subclasses that the user did not cause
+    exit_code: ClassVar[int] = EXIT_USAGE  # 1 for subclasses that the user did not cause
 
 
 class Failed(Exception):
     """A run failed although its command line was correct; the command prints the sentence."""
 
-    code: int = 1  # the exit code of the command
+    code: int = EXIT_FAILED  # the exit code of the command
     is_printed: bool = True  # a process that another one stopped may not print the sentence
 
 

@@ -27,14 +27,7 @@ from narrowgauge.system.operating_system import stop_signals
 COMPARED = "NARROWGAUGE_COMPARED"  # set by `compare` for the runs that it starts
 
 # Each is set by a launcher that is the parent of its processes, or leaves one behind.
-_LAUNCHED = (
-    COMPARED,
-    "TORCHELASTIC_RUN_ID",
-    "OMPI_COMM_WORLD_RANK",
-    "PMI_RANK",
-    "PMIX_RANK",
-    "SLURM_STEP_ID",
-)
+_MARKS = (COMPARED, "TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_STEP_ID")
 _PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 
 
@@ -126,7 +119,7 @@ def die_with_launcher(environ: Mapping[str, str]) -> None:
 
     A killed launcher cannot notify its processes; they would continue to train and write. Linux only.
     """
-    if sys.platform != "linux" or not any(environ.get(name) for name in _LAUNCHED):
+    if sys.platform != "linux" or not any(environ.get(name) for name in _MARKS):
         return
     parent = os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -136,4 +129,4 @@ def die_with_launcher(environ: Mapping[str, str]) -> None:
 
 def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
     """The environment for a process that does not belong to this job, and may end a little later."""
-    return {name: value for name, value in environ.items() if name not in _LAUNCHED}
+    return {name: value for name, value in environ.items() if name not in _MARKS}

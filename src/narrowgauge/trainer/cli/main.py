@@ -18,7 +18,7 @@ from contextlib import nullcontext
 from functools import partial
 
 import narrowgauge
-from narrowgauge.system.errors import Failed, ProcessFailed, UserError
+from narrowgauge.system.errors import EXIT_FAILED, EXIT_PREEMPTED, Failed, ProcessFailed, UserError
 from narrowgauge.system.operating_system import require_posix
 from narrowgauge.system.result import Result
 from narrowgauge.system.signals import Preempted, StoppedEarly
@@ -40,13 +40,11 @@ from narrowgauge.trainer.cluster.doctor.software import folder_of
 from narrowgauge.trainer.distributed import reports_for_all
 from narrowgauge.trainer.laboratory.arguments import Line
 
-EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_PREEMPTED = 0, 1, 2, 75
-
 
 def to_the_end(action: Callable[[], int | None]) -> int:
     """Do the work of a command line; returns the exit code."""
     try:
-        code = action() or EXIT_DONE
+        code = action() or 0
         print(end="", flush=True)  # there may be no standard output
     except (Preempted, StoppedEarly) as stop:
         return end_for_all(stop, f"stopped by {stop}", EXIT_PREEMPTED)

@@ -30,14 +30,14 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from narrowgauge.system.errors import ProcessFailed
+from narrowgauge.system.errors import EXIT_PREEMPTED, ProcessFailed
 from narrowgauge.system.operating_system import fcntl
 from narrowgauge.system.processes import Programs
 from narrowgauge.system.signals import COMPARED
 from narrowgauge.system.units import human_count
 from narrowgauge.trainer.distributed import RENDEZVOUS, world_from
 from narrowgauge.trainer.experiment.jobs import Job
-from narrowgauge.trainer.experiment.on_ray import STOPPED, command_on
+from narrowgauge.trainer.experiment.on_ray import command_on
 from narrowgauge.trainer.report.read.run import look_at, read_state
 from narrowgauge.trainer.runs.choices import ATTENTION, PRODUCTS
 
@@ -149,7 +149,7 @@ class Engine:
         for name, code in self.lost.items():
             raise ComparisonFailed(name, code)
         if self.stop and (job := next_job(self.begun)) is not None:  # the finished jobs all succeeded
-            raise ComparisonFailed(job.name, STOPPED)
+            raise ComparisonFailed(job.name, EXIT_PREEMPTED)
         return list(self.failed)
 
     def _fill(self, running: Running, next_job: NextJob, programs: Programs) -> bool:
@@ -195,10 +195,10 @@ class Engine:
 
     def _note_failure(self, job: Job, code: int) -> None:
         if code == -self.stop:  # asked to stop before it could answer
-            code = STOPPED
+            code = EXIT_PREEMPTED
         self.failed[job.name] = code
         has_failed = read_state(job.directory)[0] in ("failed", "diverged")
-        if code == STOPPED or code < 0 or (job.tokens and not has_failed):
+        if code == EXIT_PREEMPTED or code < 0 or (job.tokens and not has_failed):
             self.lost[job.name] = code
             self.stop = self.stop or signal.SIGTERM
 

@@ -17,12 +17,11 @@ from socket import create_connection
 from subprocess import DEVNULL, Popen
 from typing import Any
 
-from narrowgauge.system.errors import UserError
+from narrowgauge.system.errors import EXIT_PREEMPTED, UserError
 from narrowgauge.system.operating_system import STOP_SIGNALS, stop_signals
 from narrowgauge.system.signals import die_with_launcher
 
 _POLL_S, _ANSWER_S = 0.25, 10.0
-STOPPED = 75  # the exit code of a run that has saved and can be continued
 
 
 def slots_of(address: str, cores: int) -> int:
@@ -91,7 +90,7 @@ def main(address: str, cores: str, log: str, *command: str) -> int:
     try:
         return ray.get(task)
     except ray.exceptions.TaskCancelledError:
-        return STOPPED
+        return EXIT_PREEMPTED
     except ray.exceptions.RayError as error:  # no start, or workers that died again and again
         why = getattr(error, "cause", type(error).__name__)
         print(f"narrowgauge: a task of Ray failed ({why}); each machine needs the same version and paths")

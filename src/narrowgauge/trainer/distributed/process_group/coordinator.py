@@ -25,12 +25,11 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from narrowgauge.system.collectives import all_reduce_values, broadcast_object
+from narrowgauge.system.errors import EXIT_FAILED, EXIT_PREEMPTED
 from narrowgauge.system.signals import Preempted, StoppedEarly, heed_early, heed_no_more
 from narrowgauge.trainer.distributed.launch.world import World
 from narrowgauge.trainer.distributed.process_group import rendezvous
 from narrowgauge.trainer.distributed.process_group.failure import (
-    EXIT_FAILED,
-    EXIT_PREEMPTED,
     Failure,
     StoppedByPeer,
     await_failure,

@@ -19,12 +19,11 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from narrowgauge.system.errors import Failed, UserError
+from narrowgauge.system.errors import EXIT_FAILED, EXIT_PREEMPTED, Failed, UserError
 from narrowgauge.system.processes import in_time
 from narrowgauge.system.signals import StoppedEarly
 from narrowgauge.trainer.distributed.launch.world import World
 
-EXIT_FAILED, EXIT_USAGE, EXIT_PREEMPTED = 1, 2, 75
 _KEY = "end"
 
 # Words in PyTorch's errors which mean that a peer is gone, if the error's class does not show it.

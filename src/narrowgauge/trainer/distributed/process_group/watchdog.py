@@ -25,9 +25,10 @@ from pathlib import Path
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from narrowgauge.system.errors import EXIT_FAILED
 from narrowgauge.system.processes import in_time
 from narrowgauge.trainer.distributed.launch.world import World
-from narrowgauge.trainer.distributed.process_group.failure import EXIT_FAILED, Failure, keep, store_gone
+from narrowgauge.trainer.distributed.process_group.failure import Failure, keep, store_gone
 from narrowgauge.trainer.distributed.process_group.rendezvous import name_of
 
 HEARTBEAT_S = 0.5

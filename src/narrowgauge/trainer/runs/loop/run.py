@@ -12,6 +12,7 @@ from rich.console import Console
 
 from narrowgauge.distributed import Mesh
 from narrowgauge.kernels.dispatch import kernels_missing
+from narrowgauge.system.errors import EXIT_PREEMPTED
 from narrowgauge.system.operating_system import require_posix
 from narrowgauge.system.signals import Preempted, Requests, StoppedEarly, stop_requests
 from narrowgauge.trainer.checkpoint import lock_run
@@ -133,7 +134,7 @@ def _train(
         directory.set_status("preempted", str(stop))
         raise
     except StoppedByPeer as stop:
-        directory.set_status("preempted" if stop.code == 75 else "failed", str(stop))
+        directory.set_status("preempted" if stop.code == EXIT_PREEMPTED else "failed", str(stop))
         raise
     except BaseException as error:
         with suppress(OSError):  # if the directory disappeared, the original error matters more
