@@ -32,7 +32,7 @@ from narrowgauge.trainer.data import open_data
 from narrowgauge.trainer.experiment.design import Experiment
 from narrowgauge.trainer.experiment.engine import Engine, ProgressLine, environment_of
 from narrowgauge.trainer.experiment.findings import judged, page_of, sight
-from narrowgauge.trainer.experiment.gate import Gate, gate_results
+from narrowgauge.trainer.experiment.gate import Gate, GateResult, gate_results
 from narrowgauge.trainer.experiment.grid import ArmRun
 from narrowgauge.trainer.experiment.jobs import (
     Job,
@@ -50,7 +50,7 @@ from narrowgauge.trainer.report import print_comparison
 from narrowgauge.trainer.report.page.page import write_page
 from narrowgauge.trainer.report.page.sections import expected_section
 from narrowgauge.trainer.report.page.subject import Subject, compared, read_begun, runs_of
-from narrowgauge.trainer.report.read.run import ENDED, look_at, read_state
+from narrowgauge.trainer.report.read.run import ENDED, Run, look_at, read_state
 from narrowgauge.trainer.report.read.stored import COMPARISON, Probe, read_stored
 from narrowgauge.trainer.report.verdict.expected import expectations
 from narrowgauge.trainer.report.verdict.verdict import rows_text
@@ -183,7 +183,7 @@ def run_experiment(
     gate: Gate | None = None,
     command: str = "",
     is_expected: bool = False,
-) -> int:
+) -> tuple[list[Run], list[GateResult], bool]:
     """Print which gap the experiment will detect, train the remaining runs, and report the results.
 
     Args:
@@ -193,7 +193,7 @@ def run_experiment(
         is_expected: Whether each gap is compared with its forecast.
 
     Returns:
-        The exit code: 1 if a run failed, or if a variant does not pass the gate.
+        The runs at the highest rung, the gate's decisions, and whether a run failed or did not pass.
 
     Raises:
         ComparisonFailed: a run was killed or stopped, or could not start; the same command line continues.
@@ -206,9 +206,9 @@ def run_experiment(
     one = compared(out, experiment)
     runs = read_begun(one.paths)
     results = [] if gate is None else gate_results(runs, gate)
-    code = 1 if failed or any(result.word != "pass" for result in results) else 0
+    has_failed = bool(failed) or any(result.word != "pass" for result in results)
     if rank:  # rank 0 reports for all
-        return code
+        return runs, results, has_failed
     if experiment.is_measured:
         if experiment.design.probe:
             probe_arms(experiment, out)
@@ -232,7 +232,7 @@ def run_experiment(
         _say(console, f"{len(failed)} of {len(experiment.compared)} runs failed: {', '.join(failed)}{way}")
     if runs:
         _say(console, f"report: {out / 'report.html'}")
-    return code
+    return runs, results, has_failed
 
 
 def print_plan(experiment: Experiment, out: Path, console: Console) -> None:
@@ -335,7 +335,7 @@ def with_equal_threads(experiment: Experiment, out: Path) -> Experiment:
         return experiment
     found = {run.name: RunDirectory(out / run.name) for run in experiment.runs}
     begun = {name: run for name, run in found.items() if (run.path / "config.toml").is_file()}
-    number = next((threads for run in begun.values() if (threads := run.threads())), 0)
+    number = next((threads for run in begun.values() if (threads := run.last("threads", 0))), 0)
     number = number or threads_of([])[0]
 
     def with_threads(run: ArmRun) -> ArmRun:

@@ -49,14 +49,13 @@ class Comparison(Result):
         has_failed: Whether a run failed, or a variant does not pass the gate.
     """
 
-    def __init__(self, path: Path, runs: Sequence[report.Run], gate: Gate | None, code: int) -> None:
+    def __init__(
+        self, path: Path, runs: Sequence[report.Run], gates: Sequence[GateResult], has_failed: bool
+    ) -> None:
         """Judge the runs."""
-        from narrowgauge.trainer.experiment.gate import gate_results
-
         self.path, self.report, self.runs = path, path / "report.html", list(runs)
         self.verdicts: list[report.Verdict] = report.verdicts(self.runs) if runs else []
-        self.gates: list[GateResult] = [] if gate is None else gate_results(self.runs, gate)
-        self.has_failed = bool(code)
+        self.gates, self.has_failed = list(gates), has_failed
 
     @property
     def passes(self) -> bool:
@@ -185,7 +184,7 @@ def compare(
     console = console or Console(quiet=quiet)
     if dry_run:
         print_plan(experiment, path, Console(quiet=True) if _require_ready(experiment, path) else console)
-        return Comparison(path, [], None, 0)
+        return Comparison(path, [], [], has_failed=False)
     return run_comparison(experiment, path, console, limit, expected, watch)
 
 
@@ -210,15 +209,13 @@ def run_comparison(
 
     from narrowgauge.trainer.experiment.run import run_experiment
     from narrowgauge.trainer.laboratory.watch import watched_by_another
-    from narrowgauge.trainer.report.page.subject import compared, read_begun
     from narrowgauge.trainer.runs.loop.run_context import command_line
 
     rank = _require_ready(experiment, out)
     shown = Console(quiet=True) if rank else console
     say = partial(shown.print, markup=False, highlight=False, soft_wrap=True)
     with watched_by_another(out, say) if is_watched and not rank else nullcontext():
-        code = run_experiment(experiment, out, shown, rank, gate, command_line(), expected)
-    return Comparison(out, read_begun(compared(out, experiment).paths), gate, code)
+        return Comparison(out, *run_experiment(experiment, out, shown, rank, gate, command_line(), expected))
 
 
 def _require_ready(experiment: Experiment, out: Path) -> int:

@@ -178,10 +178,6 @@ class RunDirectory:
                 f"{file} cannot be read: {error}; restore it, or start with another --out"
             ) from None
 
-    def threads(self) -> int:
-        """The CPU threads of each process when the run last began; 0 if it is not recorded."""
-        return next((int(line["threads"]) for line in reversed(self.lines()) if "threads" in line), 0)
-
     def micro_batch_size(self) -> int:
         """The number of sequences that the run computes at once; 0 if no run has begun."""
         try:
@@ -224,9 +220,8 @@ class RunDirectory:
             changes.setdefault("recipe.name", (config.recipe.name, config.recipe.name))
         if config.training.fit_micro_batch:  # chosen, not set; recorded in `adopt`
             changes.pop(_MICRO_BATCH, None)
-        versions = [str(line["torch"]) for line in self.lines() if "torch" in line]
-        if versions and versions[-1] != torch.__version__:
-            changes[TORCH] = versions[-1], torch.__version__
+        if (version := self.last("torch", torch.__version__)) != torch.__version__:
+            changes[TORCH] = version, torch.__version__
         return changes
 
     def adopt(self, config: Config, changes: ConfigDiff, digest: str, step: int, run_id: str) -> None:
@@ -269,8 +264,11 @@ class RunDirectory:
 
     def corpus_digest(self) -> str:
         """The recorded digest of the corpus; "" before the first start."""
-        digests = [str(line["corpus"]) for line in self.lines() if "corpus" in line]
-        return digests[-1] if digests else ""
+        return str(self.last("corpus", ""))
+
+    def last(self, key: str, otherwise: Any) -> Any:
+        """The last recorded value of a key of the metrics."""
+        return next((line[key] for line in reversed(self.lines()) if key in line), otherwise)
 
     def lines(self) -> list[dict[str, Any]]:
         """All lines of the metrics."""

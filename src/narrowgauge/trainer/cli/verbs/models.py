@@ -122,9 +122,9 @@ def export(
     """
     from narrowgauge.trainer.runs.use.export import export_run
 
-    exported = export_run(run, to, out, dtype, calibrate=calibrate)
-    say(f"{out}: {run} after step {exported.run.step}, as {to}")
-    for remark in exported.remarks:
+    trained, remarks = export_run(run, to, out, dtype, calibrate)
+    say(f"{out}: {run} after step {trained.step}, as {to}")
+    for remark in remarks:
         say(remark)
 
 

@@ -9,7 +9,6 @@ multiplies.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -55,22 +54,13 @@ from narrowgauge.trainer.runs.use.trained_model import TrainedRun, imported_conf
 QUANTIZED = ("compressed-tensors", "modelopt")
 
 
-@dataclass(frozen=True)
-class Export:
-    """The run that was exported, its new folder, and sentences on what the format holds in another way."""
-
-    run: TrainedRun
-    folder: Path
-    remarks: tuple[str, ...] = ()
-
-
 def export_run(
     run: Path,
     to: str,
     out: Path,
     dtype: str | None = None,
     calibrate: str | None = None,
-) -> Export:
+) -> tuple[TrainedRun, list[str]]:
     """Write the newest model of a run, or of any model that `open_run` opens, into a new folder.
 
     Args:
@@ -81,10 +71,13 @@ def export_run(
             quantized weights; of gguf for the narrower of bf16 and fp32 that is exact.
         calibrate: where the stored scales of activations come from: a source of text, or `RECORDED` for the
             recipe's own; None to store none. Only with a format in `QUANTIZED`.
+
+    Returns:
+        The run, and sentences on what the format holds in another way.
     """
     require_format(to, dtype, calibrate)
     source = open_run(run, "cpu")
-    return Export(source, out, tuple(export_model(source, to, out, dtype, calibrate)))
+    return source, export_model(source, to, out, dtype, calibrate)
 
 
 def require_format(to: str, dtype: str | None, calibrate: str | None) -> None:

@@ -38,7 +38,7 @@ from narrowgauge.trainer.data import validation_batches
 from narrowgauge.trainer.data.cache import Progress
 from narrowgauge.trainer.runs.choices import SERVERS
 from narrowgauge.trainer.runs.use.calibration import input_amaxes, layers_with_scales
-from narrowgauge.trainer.runs.use.export import differences_from_run, export_run, format_of
+from narrowgauge.trainer.runs.use.export import differences_from_run, export_model, format_of
 from narrowgauge.trainer.runs.use.servers import Server, require_installed
 from narrowgauge.trainer.runs.use.trained_model import TrainedRun, open_run, plain_model, run_data
 
@@ -211,8 +211,11 @@ def served(
     length = sequence_length or trained.config.data.sequence_length
     windows = list(validation_batches(run_data(trained, data, progress).val, 1, length, sequences=sequences))
     with TemporaryDirectory() as temporary, input_amaxes(layers_with_scales(trained.model)) as amaxes:
-        files = folder or export_run(trained.path, format, Path(temporary) / "served").folder
-        different = [] if folder is None else differences_from_run(folder, trained, format)
+        files, different = folder or Path(temporary) / "served", list[Difference]()
+        if folder is None:
+            export_model(trained, format, files)
+        else:
+            different = differences_from_run(folder, trained, format)
         plain = plain_model(read_external_model(files))
         losses = dict.fromkeys(("trainer", "file", "server"), 0.0)
         to_trainer, to_file = Compared(), Compared()
