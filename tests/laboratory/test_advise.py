@@ -157,4 +157,4 @@ def test_the_candidates_are_native_with_one_wide_recipe():
     fits = {"t4": "fp16", "a100": "bf16", "cpu": "bf16", "mi355x": "bf16 fp8 msamp-o2"}
     for cluster, recipes in fits.items():
         machine = load_cluster(cluster)
-        assert [name for name in RECIPES if not unfit(name, machine, is_asked=False)] == recipes.split()
+        assert [name for name in RECIPES if not unfit(name, machine)] == recipes.split()

@@ -48,11 +48,6 @@ def flops_budget(casts: Mapping[str, Cast], share: float) -> Budget:
     return Budget(f"--budget {share}", "of the FLOPs in 4 bits", amounts, share, min(1.0, share + TOLERANCE))
 
 
-def widest_of(casts: Mapping[str, Cast]) -> str:
-    """The name of the format with the most bits; the last of equals."""
-    return max(reversed(list(casts)), key=lambda name: casts[name].element.bits)
-
-
 def require_solver() -> None:
     """Check that the solver is installed, before anything is measured.
 

@@ -36,7 +36,7 @@ from narrowgauge.quantization import Cast
 from narrowgauge.recipes import GEMMS, matches
 from narrowgauge.system.errors import UserError
 from narrowgauge.system.t_interval import Interval, interval
-from narrowgauge.trainer.analysis.budget import EPSILON, Budget, widest_of
+from narrowgauge.trainer.analysis.budget import EPSILON, Budget
 
 Gemm = tuple[str, str]  # layer, and "fprop", "dgrad" or "wgrad"
 Assignment = Mapping[Gemm, str]  # the name of a cast
@@ -76,7 +76,7 @@ class Choices:
     @property
     def widest(self) -> str:
         """The format with the most bits; the last of equals."""
-        return widest_of(self.casts)
+        return max(reversed(list(self.casts)), key=lambda name: self.casts[name].element.bits)
 
 
 def choices_of(

@@ -27,16 +27,17 @@ angle.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from narrowgauge.nn import convert
 from narrowgauge.quantization import Cast
-from narrowgauge.recipes import GEMM_PLACES, Recipe, Rule
+from narrowgauge.recipes import GEMM_PLACES
 from narrowgauge.recipes import recipe as recipe_named
 from narrowgauge.system.errors import UserError
 from narrowgauge.system.json_lines import strict_json
 from narrowgauge.system.t_interval import interval
+from narrowgauge.trainer.analysis.forks import alone
 from narrowgauge.trainer.analysis.gradient import Progress, counted, linear_layers, loss_and_gradient, loss_of
 from narrowgauge.trainer.analysis.linear_graph import LinearGraph
 from narrowgauge.trainer.analysis.probe import Subject
@@ -93,7 +94,7 @@ def forward_costs(subject: Subject, cast: Cast, show: Progress | None = None) ->
     wide = [loss_of(model, batch, subject.position) for batch in subject.batches]
 
     def cost(layer: str, place: str) -> list[float]:
-        convert(model, _alone(layer, place, cast))
+        convert(model, alone(recipe_named("fp32"), layer, {place: cast}))
         return [
             loss_of(model, batch, subject.position) - loss
             for batch, loss in zip(subject.batches, wide, strict=True)
@@ -135,7 +136,7 @@ def exact_backward_costs(
     wide = [loss_and_gradient(model, batch, subject.position)[1] for batch in subject.batches]
 
     def cost(layer: str, place: str) -> list[float]:
-        convert(model, _alone(layer, place, cast))
+        convert(model, alone(recipe_named("fp32"), layer, {place: cast}))
         shares = []
         for batch, gradient in zip(subject.batches, wide, strict=True):
             _, changed = loss_and_gradient(model, batch, subject.position)
@@ -220,9 +221,3 @@ def _each(
 def _cost(key: Key, values: Sequence[float]) -> Cost:
     found = interval(values)
     return Cost(*key, found.mean, found.low, found.high)
-
-
-def _alone(layer: str, place: str, cast: Cast) -> Recipe:
-    """A recipe in which everything is fp32 except one place of one layer."""
-    wide = recipe_named("fp32")
-    return replace(wide, name=f"{layer}.{place}", rules=(Rule(casts={place: cast}, modules=(layer,)),))

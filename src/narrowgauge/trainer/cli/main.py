@@ -127,9 +127,9 @@ def run_verb(options: Line) -> int | None:
     if options.verb not in WITHOUT_TORCH:
         with Console(stderr=True).status("starting ..."):  # on a terminal; torch takes seconds to import
             require_torch()
-    bars = progress(Console(stderr=as_json), options.verb)
+    takes, bars = inspect.signature(function).parameters, progress(Console(stderr=as_json), options.verb)
     try:
-        with bars if "show" in inspect.signature(function).parameters else nullcontext() as show:
+        with bars if "show" in takes else nullcontext() as show:
             console = Console(stderr=as_json)
             say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
             more = {"line": options, "show": show, "console": console, "say": say}
@@ -140,10 +140,8 @@ def run_verb(options: Line) -> int | None:
         raise
     if not isinstance(found, Result):
         return None if found is None else int(found)
-    if "console" in inspect.signature(function).parameters:  # it has printed what it found
-        return int(getattr(found, "has_failed", False))
     if as_json:
         print(json.dumps(found.as_json(), indent=1))
-    else:
+    elif "console" not in takes:  # else it has printed what it found
         found.show(Console())
     return int(getattr(found, "has_failed", False))

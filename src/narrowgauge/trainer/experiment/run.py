@@ -13,7 +13,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -99,10 +99,10 @@ def shortened(config: Config) -> Config:
     return config.with_training(micro_batch_size=size, batch_size=size * count)
 
 
-def arm_speeds(experiment: Experiment, out: Path, say: Callable[[str], object]) -> dict[str, float]:
+def arm_speeds(experiment: Experiment, out: Path, console: Console) -> dict[str, float]:
     """Tokens/s of each arm: recorded if it has started, otherwise measured.
 
-    It says a sentence before each measurement, since compiling a first step takes long.
+    It says so before each measurement, since compiling a first step takes long.
     """
     speeds: dict[str, float] = {}
     design = experiment.design
@@ -113,7 +113,7 @@ def arm_speeds(experiment: Experiment, out: Path, say: Callable[[str], object]) 
     for number, arm in enumerate((arm for arm in experiment.arms if arm in unknown), start=1):
         config = unknown[arm]
         first = "; the first is compiled, which may take minutes" if config.training.compile else ""
-        say(f"timing {arm}, {number} of {len(unknown)}: at most {1 + _STEPS} steps{first}")
+        _say(console, f"timing {arm}, {number} of {len(unknown)}: at most {1 + _STEPS} steps{first}")
         torch.compiler.reset()  # torch compiles at most eight variants of a function
         speeds[arm] = measured_speed(config, _threads(experiment), design.products, design.attention)
     return speeds
@@ -241,8 +241,7 @@ def print_plan(experiment: Experiment, out: Path, console: Console) -> None:
     one = compared(out, experiment)
     for sentence in sight(one, read_begun(one.paths)):
         _say(console, sentence)
-    speeds = arm_speeds(experiment, out, lambda sentence: _say(console, sentence))
-    for line in plan_lines(experiment, out, speeds):
+    for line in plan_lines(experiment, out, arm_speeds(experiment, out, console)):
         _say(console, line)
 
 

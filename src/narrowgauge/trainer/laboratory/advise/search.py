@@ -230,8 +230,8 @@ class Question:
 
     def advice(self, recipes: Sequence[str], show: Progress | None) -> Advice:
         """Search, order the answers, and give the reasons."""
-        for one in recipes or RECIPES:
-            if why := unfit(one, self.machine, bool(recipes)):
+        for one in () if recipes else RECIPES:
+            if why := unfit(one, self.machine):
                 self.lost[one] = why
         candidates = [one for one in recipes or RECIPES if one not in self.lost]
         answers, least = self._search(candidates, show)
@@ -423,14 +423,11 @@ def machine_of(name: str | None) -> tuple[Cluster, str]:
     )
 
 
-def unfit(name: str, machine: Cluster, is_asked: bool) -> str:
-    """Why a recipe is not a candidate on a machine; "" if it is one.
+def unfit(name: str, machine: Cluster) -> str:
+    """Why a recipe is not a candidate on a machine, unless it is asked for; "" if it is one.
 
-    A machine has one wide recipe: fp16 where it has no bf16, else bf16. The other one and emulated recipes
-    are candidates if asked for.
+    A machine has one wide recipe: fp16 where it has no bf16, else bf16.
     """
-    if is_asked:
-        return ""
     backend = choose_backend(recipe(name), machine.facts)
     if backend.name == "emulated":
         return f"emulated on this device: {backend.reason}"
