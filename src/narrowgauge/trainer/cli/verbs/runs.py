@@ -104,9 +104,7 @@ def watch(
 
     for path in paths:
         if path.is_file():
-            raise UserError(
-                f"{path} is a file; name a run directory, a folder of compare, or a folder of runs"
-            )
+            raise UserError(f"{path} is a file; name a run directory, or a folder of runs or of compare")
         if not path.exists() and not path.resolve().parent.is_dir():
             raise UserError(f"{path.parent} does not exist; name a run directory, or where one will be")
     page = out or paths[0] / LIVE

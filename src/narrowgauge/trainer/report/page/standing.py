@@ -83,9 +83,8 @@ def _row(name: str, runs: Sequence[Run], link: str) -> list[str]:
 
 def _why(run: Run) -> Markup:
     """The recorded reason of an end that was not planned, or what to do."""
-    texts = [run.reason if run.status in ("failed", "diverged", "preempted", "broken") else ""]
-    texts.append(_STATES.get(run.status, ("", ""))[1])
-    text = "; ".join(filter(None, texts))
+    reason = run.reason if run.status in ("failed", "diverged", "preempted", "broken") else ""
+    text = "; ".join(filter(None, (reason, _STATES.get(run.status, ("", ""))[1])))
     return Markup('<div class="why muted">{}</div>').format(text) if text else Markup()
 
 
@@ -111,9 +110,8 @@ def _count(states: Sequence[str], left: float | None) -> str:
     text = f"{len(states)} runs: {', '.join(counts)}."
     if len(states) == 1:
         text = f"The run {_STATES.get(states[0], (f'is {states[0]}',))[0]}."
-    return (
-        text if left is None else f"{text} About {human_duration(left)} left at the pace of the last steps."
-    )
+    time = "" if left is None else f" About {human_duration(left)} left at the pace of the last steps."
+    return text + time
 
 
 def time_left(runs: Sequence[Run]) -> float | None:
