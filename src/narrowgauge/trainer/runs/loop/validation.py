@@ -25,7 +25,7 @@ from narrowgauge.system.files import write_whole
 from narrowgauge.system.json_lines import strict_json
 from narrowgauge.trainer.data import Batch, Mixture, Tokenizer
 from narrowgauge.trainer.distributed import Engine
-from narrowgauge.trainer.models import IGNORED, Transformer
+from narrowgauge.trainer.models import IGNORED
 from narrowgauge.trainer.runs.run_directory import EVALUATION
 from narrowgauge.trainer.runs.use.branch import with_recipe
 from narrowgauge.trainer.runs.use.trained_model import TrainedRun
@@ -128,14 +128,13 @@ def held_out_loss(trained: TrainedRun, tokens: Mixture, length: int, batches: in
 
 
 @torch.no_grad()
-def under_recipe(trained: TrainedRun, recipe: str) -> Transformer:
-    """A copy of a run's model that computes with another recipe, its weights read as float32."""
-    device = next(trained.model.parameters()).device
-    model = build_model(with_recipe(trained.config, recipe).spec, device)
-    weights = trained.weights()
+def under_recipe(trained: TrainedRun, recipe: str) -> TrainedRun:
+    """The run with a copy of its model that computes with another recipe, its weights read as float32."""
+    config, weights = with_recipe(trained.config, recipe), trained.weights()
+    model = build_model(config.spec, next(trained.model.parameters()).device)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         parameter.copy_(weights[name])
-    return model.eval()
+    return replace(trained, config=config, model=model.eval())
 
 
 def two_losses(
@@ -148,9 +147,7 @@ def two_losses(
     own = held_out_loss(trained, tokens, length, batches)
     if trained.config.recipe.name == recipe and not trained.config.recipe.places:
         return {"own": own, recipe: own}
-    config = with_recipe(trained.config, recipe)
-    under = replace(trained, config=config, model=under_recipe(trained, recipe))
-    return {"own": own, recipe: held_out_loss(under, tokens, length, batches)}
+    return {"own": own, recipe: held_out_loss(under_recipe(trained, recipe), tokens, length, batches)}
 
 
 def keep_losses(run: Path, step: int, losses: Mapping[str, float], asked: Mapping[str, Any]) -> None:
