@@ -4,7 +4,7 @@
     all_gather_rows, reduce_scatter_rows  one tensor per rank -> all of them, or each rank's row of the sum
     all_reduce_flat                       sums of many tensors in one collective
     all_reduce_max                        amaxes, so that ranks share a scale
-    all_reduce_values                     sums of Python numbers
+    all_reduce_values                     sums or maxima of Python numbers
     gather_objects, broadcast_object      small Python objects
 
 Objects travel through torch's object collectives, and only between the processes of one job: nothing read
@@ -116,15 +116,19 @@ def broadcast_bytes(tensor: torch.Tensor, group: Group, device: torch.device) ->
 
 
 def all_reduce_values(
-    values: Sequence[float], groups: Sequence[Group | None], device: torch.device | str, dtype: torch.dtype
+    values: Sequence[float],
+    groups: Sequence[Group | None],
+    device: torch.device | str,
+    dtype: torch.dtype,
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
 ) -> list[float]:
-    """The sum of each value over all ranks of the groups, computed in `dtype` on `device`.
+    """The sum (or `op`) of each value over all ranks of the groups, computed in `dtype` on `device`.
 
     Runs one collective per group, in order; None is torch's default group.
     """
     reduced = torch.tensor(values, dtype=dtype, device=device)
     for group in groups:
-        dist.all_reduce(reduced, group=group)
+        dist.all_reduce(reduced, op, group)
     return reduced.tolist()
 
 
