@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import narrowgauge as ng
-from narrowgauge.nn import loop_checks
+from narrowgauge.nn import step_state
 from narrowgauge.quantization.passes.in_c import c_library
 
 SOURCE = str(Path(ng.__file__).parent)
@@ -38,7 +38,7 @@ def msamp_o2_parameter():
 @pytest.mark.skipif(c_library() is None, reason="counted with the passes in C")
 @pytest.mark.parametrize("path", [nvfp4_layer, msamp_o2_parameter], ids=lambda path: path.__name__)
 def test_a_path_has_no_more_calls_and_files_than_its_budget(path, monkeypatch):
-    monkeypatch.setattr(loop_checks, "_COUNTING", WeakKeyDictionary())  # no layers of other tests
+    monkeypatch.setattr(step_state, "_COUNTING", WeakKeyDictionary())  # no layers of other tests
     for warm in (nvfp4_layer, msamp_o2_parameter):  # what is made once is made
         warm()()
     go = path()

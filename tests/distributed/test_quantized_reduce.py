@@ -206,7 +206,7 @@ def test_fsdp(reduce, how):
         mu = 1.0 if prescale is None else 2.0 ** math.floor(math.log2(prescale.tensors["mu"]))
         local, divisor = p.grad.to_local(), ranks if "averages" in how else 1
         if name.endswith(NARROW):
-            whole = by_hand(expected[name], recipe.reduce, rank, mu)
+            whole = by_hand(expected[name], recipe["reduce"], rank, mu)
             equal(local, rows_of(whole, ranks, rank) / divisor)
             assert mu == (0.5 if prescale else 1)  # below 1 / sqrt(ranks)
         else:
@@ -229,7 +229,7 @@ def test_ddp(reduce):
     ddp.register_comm_hook(None, quantized_comm_hook(wire_formats(net), dist.group.WORLD))
     ddp(batch(dist.get_rank())).square().sum().backward()
     for name, p in net.named_parameters():
-        cast = recipe.reduce if name.endswith(NARROW) else make_cast({"cast": "fp32"})
+        cast = recipe["reduce"] if name.endswith(NARROW) else make_cast({"cast": "fp32"})
         assert_is_sum(p.grad, expected[name], cast)
 
 

@@ -85,8 +85,9 @@ class Case(NamedTuple):
         return {key for key, one in KEYS.items() if self.consumer & one.consumers} | set(self.others)
 
 
-def fits(**changes):
-    require_recipe(unchecked(recipe("fp8"), **{"gather": places.FP32} | changes))
+def fits(changed, **fields):
+    r = recipe("fp8")
+    require_recipe(unchecked(r, places={**r.places, "gather": places.FP32, **changed}, **fields))
 
 
 OPERANDS = dict(recipe("fp8").casts)
@@ -99,23 +100,19 @@ CONSUMERS = {
     "the kernels of AdamW": Case(Consumer.ADAMW, E4M3, _supports_cast),
     "a product of torch": Case(Consumer.NATIVE, E4M3, lambda c: any(s.is_of(c, c) for s in SCHEMES)),
     "state": Case(Consumer.STATE, E4M3, accepts(lambda c: QuantizedState(torch.Size((4, 8)), c))),
-    "m of a recipe": Case(Consumer.STATE, E4M3, accepts(lambda c: fits(state={**places.WIDE_STATE, "m": c}))),
+    "m of a recipe": Case(Consumer.STATE, E4M3, accepts(lambda c: fits({"m": c}))),
     "fprop.x": Case(Consumer.OPERAND, NVFP4, accepts(partial(require_place, "fprop.x"))),
     "saved": Case(Consumer.SAVED, NVFP4, accepts(partial(require_place, "saved"))),
     "attention.q": Case(Consumer.ATTENTION, NVFP4, accepts(partial(require_place, "attention.q"))),
     "stream": Case(Consumer.STREAM, NVFP4, accepts(partial(require_place, "stream"))),
-    "saved = 'operand'": Case(
-        Consumer.KEPT, NVFP4, accepts(lambda c: fits(saved="operand", casts={**OPERANDS, "fprop.x": c}))
-    ),
+    "saved = 'operand'": Case(Consumer.KEPT, NVFP4, accepts(lambda c: fits({"fprop.x": c}, saved="operand"))),
     "the source of dgrad.w": Case(
         Consumer.SOURCE,
         NVFP4,
-        accepts(lambda c: fits(casts={**OPERANDS, "fprop.w": c, "dgrad.w": places.values_of("fprop.w")})),
+        accepts(lambda c: fits({"fprop.w": c, "dgrad.w": places.values_of("fprop.w")})),
     ),
-    "gather": Case(
-        Consumer.GATHER, E4M3, accepts(lambda c: fits(casts=dict.fromkeys(OPERANDS, c), gather=c))
-    ),
-    "reduce": Case(Consumer.REDUCE, E4M3, accepts(lambda c: fits(reduce=c))),
+    "gather": Case(Consumer.GATHER, E4M3, accepts(lambda c: fits(dict.fromkeys((*OPERANDS, "gather"), c)))),
+    "reduce": Case(Consumer.REDUCE, E4M3, accepts(lambda c: fits({"reduce": c}))),
     "a probe without steps before": Case(Consumer.MEMORYLESS, NVFP4, lambda c: not has_memory(c)),
     "a model whose tokens are alone": Case(Consumer.TOKENWISE, ROW, is_tokenwise),
     "one copy for both axes": Case(Consumer.ANY_AXIS, E4M3, lambda c: c.ignores_axis),

@@ -135,8 +135,8 @@ def test_a_file_of_megatron_with_narrow_experts(tmp_path):
     [
         (lambda r: replace(r, modules=("fc1",)), r"\[\[rule\]\] with other casts"),
         (lambda r: replace(r, until_step=9), r"\[\[rule\]\] until_step"),
-        (lambda r: replace(r, casts=recipe("mxfp4").casts), "where megatron has"),
-        (lambda r: replace(r, casts=recipe("mxfp8-2d").casts), "that Megatron has no name for"),
+        (lambda r: replace(r, places=recipe("mxfp4").casts), "where megatron has"),
+        (lambda r: replace(r, places=recipe("mxfp8-2d").casts), "that Megatron has no name for"),
     ],
 )
 def test_what_no_matcher_of_megatron_says_is_refused(change, why):

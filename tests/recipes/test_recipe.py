@@ -65,8 +65,7 @@ def test_ones_own_file(tmp_path):
     assert (r.name, r.title, r.compute, r.text) == ("mine", "one line", "fp32", MINE)
     assert r.rules == (
         Rule(
-            casts=dict.fromkeys(GEMM_PLACES, make_cast("fp32")),
-            attention=dict.fromkeys(ATTENTION_PLACES),
+            places=dict.fromkeys(GEMM_PLACES, make_cast("fp32")) | dict.fromkeys(ATTENTION_PLACES),
             keeps_state=True,
             modules=("lm_*",),
             last_blocks=0.25,
@@ -133,7 +132,7 @@ TRAVELS = [
 @pytest.mark.parametrize(("name", "places", "gather", "reduce"), TRAVELS)
 def test_what_travels(name, places, gather, reduce):
     r = recipe(name).with_places(places)
-    assert (r.gather.name, r.reduce.name) == (gather, reduce)
+    assert (r["gather"].name, r["reduce"].name) == (gather, reduce)
 
 
 def test_reduce_moves_the_trajectory_and_gather_does_not(tiny):

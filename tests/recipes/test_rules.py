@@ -196,5 +196,5 @@ def test_blocks_that_are_cut_are_named(text, shape, tokens, sentence):
 def test_a_shipped_recipe_converts_plain_layers_and_cuts_no_blocks_of_round_sizes(name):
     r, model = recipe(name), torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.Linear(512, 256))
     assert cut_blocks(resolve(r, outline_of(model)), tokens=512) == []
-    if not (r.narrows_attention or r.stream.name != "fp32"):
+    if not (r.narrows_attention or r["stream"].name != "fp32"):
         convert(model, r)

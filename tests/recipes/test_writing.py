@@ -162,7 +162,7 @@ def test_every_key_of_a_cast_is_refused_unless_it_is_said(target, place):
     """Each field of a cast, moved away from what the recipe has: nothing is dropped silently."""
     base = recipe(BASE[target])
     assert not refusals(base, target)
-    assert refusals(unchecked(base, casts={**base.casts, place: tomorrow(base.casts[place])}), target)
+    assert refusals(unchecked(base, places={**base.places, place: tomorrow(base[place])}), target)
     moved = {int: 3, float: 0.5, bool: True, str: "another", tuple: (1, 2)}
     for key, value in base.casts[place].values().items():
         if key in ("power_of_two", "element", "scale", "block", "scale_rule"):
@@ -170,7 +170,7 @@ def test_every_key_of_a_cast_is_refused_unless_it_is_said(target, place):
         if key == "of" and target in ("te", "megatron") and place in ("dgrad.w", "wgrad.x"):
             continue  # a HybridQuantizer's columnwise_source
         changed = unchecked(base.casts[place], **{key: moved[type(value)]})
-        found = refusals(unchecked(base, casts={**base.casts, place: changed}), target)
+        found = refusals(unchecked(base, places={**base.places, place: changed}), target)
         assert (place, key) in {(r.place, r.key) for r in found}, key
 
 

@@ -59,7 +59,7 @@ def representatives() -> frozenset[str]:
 def properties_of(name: str) -> list[str]:
     """The properties of a recipe: the keys of its casts, the places of its state, and its parts."""
     r = recipe(name)
-    state = {**r.state, "gather": r.gather, "reduce": r.reduce}
+    state = {**r.state, "gather": r["gather"], "reduce": r["reduce"]}
     parts = {"attention": any(r.attention.values()), "saved": r.saved != "input", "rules": r.rules}
     keys = {key for cast in r.casts.values() for key in cast.changed_keys}
     narrow = {place for place, cast in state.items() if cast is not None and cast.name != "fp32"}

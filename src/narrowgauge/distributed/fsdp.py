@@ -106,8 +106,8 @@ def _attach_state(
         if collector is not None:
             collector.expect(layer)
     weight = state_of(parameter).weight
-    if weight is not None or (collector is not None and layer.recipe.gather.name != "fp32"):
-        layer.gathering = WeightGather(layer.recipe.gather, parameter, weight, local_shard)
+    if weight is not None or (collector is not None and layer.recipe["gather"].name != "fp32"):
+        layer.gathering = WeightGather(layer.recipe["gather"], parameter, weight, local_shard)
 
 
 def note_shards(module: torch.nn.Module, divided: Mapping[str, TensorShard]) -> None:

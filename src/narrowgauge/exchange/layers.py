@@ -69,10 +69,10 @@ def narrowed(recipe: Recipe, start: str | None) -> tuple[Recipe, tuple[str, ...]
     That is a recipe that is wide but for its first rule, which is of modules alone; all of its patterns begin
     with `start`. Any other recipe is returned as it is, without patterns.
     """
-    first, *rest = recipe.rules or (Rule(casts={}),)
-    is_by_name = first.modules and first == Rule(casts=first.casts, modules=first.modules)
+    first, *rest = recipe.rules or (Rule(places={}),)
+    is_by_name = first.modules and first == Rule(places=first.casts, modules=first.modules)
     is_rest_wide = {recipe.casts[place] for place in GEMM_PLACES} == {make_cast(recipe.compute)}
     fits = start is not None and all(pattern.startswith(start) for pattern in first.modules)
     if not (is_by_name and is_rest_wide and fits) or is_wide_rule(first, recipe):
         return recipe, ()
-    return replace(recipe, casts={**recipe.casts, **first.casts}, rules=tuple(rest)), first.modules
+    return replace(recipe, places={**recipe.places, **first.places}, rules=tuple(rest)), first.modules

@@ -216,7 +216,7 @@ def notes(recipe: Recipe) -> list[str]:
         if _mxfp8(recipe)
         else "torchao scales a tensor or row whose largest magnitude is below 1e-12 as if it were 1e-12.",
     ]
-    if recipe.gather.is_scaled:
+    if recipe["gather"].is_scaled:
         found.append(
             "gather: under FSDP2, set enable_fsdp_float8_all_gather=True; weights then travel in FP8, in the "
             "same numbers."

@@ -91,7 +91,7 @@ def _beyond(recipe: Recipe, is_timed: bool) -> str:
         found.append("casts that are custom functions")
     if recipe.narrows_attention:
         found.append("narrow GEMMs of attention")
-    if recipe.stream.element.bits < 32 and recipe.stream.element.name not in ("bf16", "fp32"):
+    if recipe["stream"].element.bits < 32 and recipe["stream"].element.name not in ("bf16", "fp32"):
         found.append("a narrow residual stream")
     if is_timed:
         found.append("GEMMs that change during the run")

@@ -72,10 +72,10 @@ def decode(codes: torch.Tensor, fmt: Format, dtype: torch.dtype = torch.float32)
     """Decode uint8 codes of a format of at most 8 bits, to a dtype that holds its values; refuse others."""
     if not holds(dtype, fmt):
         raise UserError(f"{dtype} does not hold every value of {fmt.name}; decode to torch.float32")
-    if is_gpu(codes.device) and fmt.bits == 8 and (of_torch := torch_dtype(fmt)) is not None:
+    is_cpu, has_chunks = codes.device.type == "cpu", codes.numel() > _CHUNK and codes.is_contiguous()
+    if not is_cpu and is_gpu(codes.device) and fmt.bits == 8 and (of_torch := torch_dtype(fmt)) is not None:
         return codes.view(of_torch).to(torch.float32).to(dtype)  # torch's conversion, exact in this direction
-    is_eager_cpu = codes.device.type == "cpu" and not torch.compiler.is_compiling()
-    if not (is_eager_cpu and codes.numel() > _CHUNK and codes.is_contiguous()):
+    if not (is_cpu and has_chunks) or torch.compiler.is_compiling():
         return _decode(codes, fmt).to(dtype)
     values = torch.empty(codes.shape, dtype=dtype, device=codes.device)
     for chunk, out in zip(codes.view(-1).split(_CHUNK), values.view(-1).split(_CHUNK), strict=True):

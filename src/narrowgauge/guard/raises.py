@@ -40,12 +40,12 @@ class Raise:
 
     def rule(self, recipe: Recipe) -> Rule:
         """The corresponding rule."""
-        casts, state = dict[str, Cast](), dict[str, Cast | None]()
+        places = dict[str, Cast | None]()
         if not self.is_state:
-            casts = dict.fromkeys(places_with(recipe, self.place), make_cast(self.to or recipe.compute))
+            places |= dict.fromkeys(places_with(recipe, self.place), make_cast(self.to or recipe.compute))
         elif self.place != "master" or recipe.state["master"] is not None:
-            state = {self.place: make_cast("fp32"), **({"master": None} if self.place == "weight" else {})}
-        return Rule(casts=casts, state=state, modules=self.layers, from_step=self.from_step)
+            places |= {self.place: make_cast("fp32"), **({"master": None} if self.place == "weight" else {})}
+        return Rule(places=places, modules=self.layers, from_step=self.from_step)
 
     @property
     def is_state(self) -> bool:

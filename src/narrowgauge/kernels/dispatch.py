@@ -1,15 +1,23 @@
-"""Chooses what runs where: Triton's kernels, torch's matmuls, torch's attention.
+"""Chooses what runs where: Triton's kernels, torch's matmuls, torch's attention; and what need not run.
 
 Kernels run on GPUs, and in Triton's interpreter on a CPU. Triton comes with torch for NVIDIA and AMD GPUs;
 elsewhere it may be missing, so it is imported only once it is known to exist. With TRITON_INTERPRET=1 set
 before the first kernel is imported, every kernel is interpreted: slow, meant for tests, and a way to see on
 any machine what a GPU would compute.
+
+A checkpoint (`torch.utils.checkpoint`) keeps the input of a block. In the backward pass it repeats the
+forward pass to obtain the tensors that the block's operations keep. So the following are never read, and
+gradients stay the same bit for bit without them:
+
+    in the first pass     results that an operation needs only for its backward pass (`is_discarding`)
+    in the second pass    the last matmul of the block, which is the block's output (`is_unread`)
 """
 
 import importlib.util
 import os
 import shutil
 import sysconfig
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
@@ -68,10 +76,10 @@ def has_kernels(device: torch.device) -> bool:
     """
     if os.environ.get("NARROWGAUGE_KERNELS") == "0":
         return False
-    if (facts := imagined(device)) is not None:
-        return facts.has_triton
     if device.type == "cpu":
         return os.environ.get("TRITON_INTERPRET") == "1" and can_compile()
+    if (facts := imagined(device)) is not None:
+        return facts.has_triton
     return device.type == "cuda" and can_compile() and _is_for(device)
 
 
@@ -198,3 +206,47 @@ def attention_backends(device: torch.device, has_mask: bool) -> AbstractContextM
     if device.type == "cuda" and (has_mask or torch.are_deterministic_algorithms_enabled()):
         return sdpa_kernel(WITHOUT_CUDNN, set_priority=True)
     return nullcontext()
+
+
+class _Pass(threading.local):
+    """The pass of a checkpoint, which autograd repeats in a thread of its own, and whether a block ends."""
+
+    number = 0
+    is_last_product = False
+
+
+_pass = _Pass()
+
+
+def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """The contexts of the first and of the second pass of one checkpoint, for its `context_fn`."""
+    return _within(1), _within(2)
+
+
+@contextmanager
+def _within(number: int) -> Iterator[None]:
+    before, _pass.number = _pass.number, number
+    try:
+        yield
+    finally:
+        _pass.number = before
+
+
+@contextmanager
+def last_product() -> Iterator[None]:
+    """Mark the last matmul of a block, whose result is the block's output or a term of it."""
+    _pass.is_last_product = True
+    try:
+        yield
+    finally:
+        _pass.is_last_product = False
+
+
+def is_unread() -> bool:
+    """Whether the next matmul's result is never read: it is a block's last, in its second pass."""
+    return not torch.compiler.is_compiling() and _pass.is_last_product and _pass.number == 2
+
+
+def is_discarding() -> bool:
+    """Whether nothing of this pass is kept for a backward pass, because another pass follows."""
+    return not torch.compiler.is_compiling() and _pass.number == 1

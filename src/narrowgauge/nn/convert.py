@@ -1,24 +1,27 @@
 """Puts a model under a recipe: replaces every linear layer by one that computes under the recipe.
 
-If the recipe narrows attention or the residual stream, the model's modules for these are also replaced
-(`transformer/replace.py`).
+If the recipe narrows attention or the residual stream, these are also replaced. That can be done only where
+the model computes them in modules (`kernels.attention.Attention`, `kernels.residual.Residual`); other models
+use plain functions.
 """
 
 from collections import Counter
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from narrowgauge.kernels.attention import Attention
 from narrowgauge.kernels.dropout import Dropout
+from narrowgauge.kernels.residual import Residual
 from narrowgauge.nn.histories import end_steps
 from narrowgauge.nn.linear import Linear
-from narrowgauge.nn.loop_checks import leave_fast_path
 from narrowgauge.nn.self_test import verified_backend
 from narrowgauge.nn.step_state import Conversion, Stepped
+from narrowgauge.nn.transformer.attention import NarrowAttention
 from narrowgauge.nn.transformer.outline import is_conv1d, is_linear, linear_layers, outline_of
 from narrowgauge.nn.transformer.reach import matmul_weights, reasons, untouched_layers, warn_of_left
-from narrowgauge.nn.transformer.replace import put, refuse_unreachable, replace_places
+from narrowgauge.nn.transformer.residual import NarrowResidual
 from narrowgauge.nn.transformer.stacked_experts import StackedExperts, is_stacked, require_plain_state
 from narrowgauge.recipes import (
     ModelPlan,
@@ -127,7 +130,7 @@ def _outline(
 def apply_plan(model: torch.nn.Module, plan: ModelPlan, backend: str) -> None:
     """Put every layer of a plan, and the other places of its recipe, under it."""
     recipe = plan.recipe
-    refuse_unreachable(model, recipe)
+    _refuse_unreachable(model, recipe)
     if recipe.times_state:
         raise UserError(
             f"a rule of recipe {recipe.name!r} changes state from a step on, which `narrowgauge train` does "
@@ -140,13 +143,13 @@ def apply_plan(model: torch.nn.Module, plan: ModelPlan, backend: str) -> None:
     layers = [m for m in modules.values() if is_linear(m)]
     for device in {layer.weight.device for layer in layers}:  # before anything is changed
         verified_backend(recipe, device, backend)
-    leave_fast_path(model)
+    _leave_fast_path(model)
     first = _convert_layers(model, plan, backend)
     for name, experts in stacks.items():
         stack = StackedExperts.of(experts)
         first = stack.use(recipe, name, plan.parts, first, backend)
-        put(model, name, stack)
-    replace_places(model, recipe, plan.parts)
+        _put(model, name, stack)
+    _replace_places(model, recipe, plan.parts)
     conversion = Conversion()
     for name, module in stepped_modules(model).items():
         module.join(conversion, name)
@@ -274,3 +277,59 @@ def recipe_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 def stepped_modules(model: torch.nn.Module) -> dict[str, Stepped]:
     """The modules of a model whose values depend on the step, by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, Stepped)}
+
+
+def _leave_fast_path(model: torch.nn.Module) -> None:
+    """Make torch's transformer encoder call its linear layers in evaluation as well."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.TransformerEncoderLayer):
+            module.activation_relu_or_gelu = 0  # the fast path needs relu or gelu
+        elif isinstance(module, torch.nn.TransformerEncoder):
+            module.use_nested_tensor = False
+
+
+def _refuse_unreachable(model: torch.nn.Module, recipe: Recipe) -> None:
+    """Refuse a recipe that narrows a place that the model does not expose as a module."""
+    kinds = {type(module) for module in model.modules()}
+    if recipe.narrows_attention and not any(issubclass(kind, Attention) for kind in kinds):
+        raise UserError(
+            f"recipe {recipe.name!r} narrows attention, and {type(model).__name__} computes its attention "
+            "where no recipe reaches it (only narrowgauge's own model has these places); leave it wide: "
+            f"narrowgauge.recipe({recipe.name!r}).with_places({{'attention': {recipe.compute!r}}})"
+        )
+    if recipe["stream"].name != "fp32" and not any(issubclass(kind, Residual) for kind in kinds):
+        raise UserError(
+            f"recipe {recipe.name!r} keeps the residual stream in {recipe['stream'].name!r}, and "
+            f"{type(model).__name__} adds to it where no recipe reaches it (only narrowgauge's own model has "
+            f"this place); take narrowgauge.recipe({recipe.name!r}).with_places({{'stream': 'fp32'}})"
+        )
+
+
+def _replace_places(model: torch.nn.Module, recipe: Recipe, resolved: Mapping[str, Recipe]) -> None:
+    """Make every attention and every point of the stream compute under a recipe, in place.
+
+    Args:
+        model: The model; modules that are already under a recipe change to the new one.
+        recipe: The recipe of the model.
+        resolved: The recipe of each attention by its name.
+    """
+
+    def attention(name: str, index: int) -> Attention:
+        part = resolved[name]
+        return NarrowAttention(part, index) if part.narrows_attention else Attention()
+
+    def residual(name: str, index: int) -> Residual:
+        return Residual() if recipe["stream"].name == "fp32" else NarrowResidual(recipe, index)
+
+    for kind, make in ((Attention, attention), (Residual, residual)):
+        found = [(name, module) for name, module in model.named_modules() if isinstance(module, kind)]
+        for index, (name, old) in enumerate(found):
+            new = make(name, index)
+            if not (type(old) is type(new) is kind):  # a plain one stays the same object
+                _put(model, name, new.train(old.training))
+
+
+def _put(model: torch.nn.Module, name: str, module: torch.nn.Module) -> None:
+    """Replace the module with a given name."""
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, module)

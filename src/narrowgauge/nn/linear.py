@@ -21,16 +21,16 @@ from torch.distributed.tensor import DTensor
 
 from narrowgauge.kernels import quantize
 from narrowgauge.kernels.amax import attached_amax
+from narrowgauge.kernels.dispatch import use_kernels
 from narrowgauge.nn.gemm import NATIVE
 from narrowgauge.nn.histories import History, history_of
 from narrowgauge.nn.linear_function import autocast_disabled, linear_function
-from narrowgauge.nn.loop_checks import count_steps, refuse_fsdp, send_masters
 from narrowgauge.nn.observer import Observer
-from narrowgauge.nn.operands import DTYPES, LayerSpec, Operands
+from narrowgauge.nn.operands import DTYPES, LayerSpec, Operands, WeightUse
 from narrowgauge.nn.self_test import verified_backend
 from narrowgauge.nn.shards import LinearShards
-from narrowgauge.nn.step_state import Conversion, Stepped, StepState, stream_ids
-from narrowgauge.nn.weight import Accumulation, WeightGather, WeightUse, bind, make_weight_state
+from narrowgauge.nn.step_state import Conversion, Stepped, StepState, count_steps, stream_ids
+from narrowgauge.nn.weight import Accumulation, WeightGather, bind, make_weight_state
 from narrowgauge.quantization import (
     NarrowTensor,
     ParamState,
@@ -40,8 +40,8 @@ from narrowgauge.quantization import (
     local_part,
     state_of,
 )
+from narrowgauge.quantization.state.narrow_tensor import saved_weight
 from narrowgauge.quantization.state.parameter_state import wide_moment
-from narrowgauge.quantization.state.saved_weight import saved_weight
 from narrowgauge.recipes import Recipe
 from narrowgauge.recipes.resolve import casts_at, operands_of
 from narrowgauge.system.devices import is_gpu
@@ -136,7 +136,7 @@ class Linear(Stepped, SeesFSDP, torch.nn.Linear):
         self._choose_backend(self.backend)
         for history in self.histories.values():
             history.reset(self._device())
-        self.reduce_prescale = PreScale(self._device(), mu=0) if self.recipe.reduce.prescale else None
+        self.reduce_prescale = PreScale(self._device(), mu=0) if self.recipe["reduce"].prescale else None
         self.has_memory = self.follows_step()
         self._set_keys(0, 0, 0)
 
@@ -163,12 +163,12 @@ class Linear(Stepped, SeesFSDP, torch.nn.Linear):
         if self.shards.before is not None:
             input = self.shards.before(input)
         weight = self._oriented_weight()
-        operands = self.operands(input, weight, attached_amax(input))
+        operands = self.operands(input, weight, attached_amax(input) if use_kernels(input) else None)
         bias: torch.Tensor | None = self.bias if with_bias else None
         if not input.numel():  # no tokens, no values to narrow: zeros, and gradients of zero
             bias = None if bias is None else bias.to(input.dtype)
             return torch.nn.functional.linear(input, weight.to(input.dtype), bias)
-        send_masters(operands.weight.record)
+        operands.weight.send_masters()
         is_sum = self.shards.after is not None  # then the bias is added to the sum over processes
         with autocast_disabled(input.device.type):
             x_MK = input.reshape(-1, self.in_features)
@@ -277,7 +277,7 @@ class Linear(Stepped, SeesFSDP, torch.nn.Linear):
         Another function may compute such a layer from `weight.to(dtype)` (`kernels.head_loss`).
         """
         extras: tuple[object, ...] = (self.bias, self.state_at_rest, self.shards.before, self.shards.after)
-        has_scale = self.gathering is not None and self.recipe.gather.is_scaled
+        has_scale = self.gathering is not None and self.recipe["gather"].is_scaled
         if any(extra is not None for extra in extras) or self.spec.transposed or has_scale:
             return None
         is_narrow = any(cast.name != self.recipe.compute for cast in self.spec.casts.values())
@@ -474,3 +474,18 @@ def accumulating(model: torch.nn.Module, keeps_codes: bool, keeps_both: bool = F
 def _outside_of_graphs(layer: Linear, input: torch.Tensor, with_bias: bool) -> torch.Tensor:
     """The forward pass of a layer whose state is narrow: its hook rounds gradients, so graphs break here."""
     return layer._forward(input, with_bias)
+
+
+def refuse_fsdp(state: ParamState | None) -> None:
+    """Refuse torch's FSDP on a weight with a record, which FSDP would not shard.
+
+    FSDP2 cuts a parameter by `chunk`, `new_zeros` and `copy_`, so that its shard holds values without codes
+    and masters. A subclass cannot change that by its hooks: they learn of the mesh at the first gather,
+    and shards share a scale already when a checkpoint or an initialization writes to them.
+    """
+    if state is not None:
+        raise UserError(
+            "torch's fully_shard does not shard the low-precision state of a weight: call "
+            "narrowgauge.fully_shard instead (FSDP2), or use a recipe whose weights and gradients are "
+            "fp32: fp8, mxfp8, mxfp4, nvfp4, coat and others"
+        )

@@ -19,6 +19,8 @@ It also holds what the layer keeps of its input for the backward pass, the place
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -39,17 +41,31 @@ from narrowgauge.nn.gemm import (
 from narrowgauge.nn.histories import AmaxHistory, ChannelChoice, HeldAmax
 from narrowgauge.nn.observer import Observation, Observer
 from narrowgauge.nn.step_state import StepState
-from narrowgauge.nn.weight import GatheredWeight, WeightUse
-from narrowgauge.quantization import DEFAULT_CONTEXT, Cast, QTensor, QuantContext, TensorShard, local_channels
+from narrowgauge.nn.weight import Accumulation, GatheredWeight
+from narrowgauge.quantization import (
+    DEFAULT_CONTEXT,
+    Cast,
+    GradientState,
+    NarrowTensor,
+    ParamState,
+    QTensor,
+    QuantContext,
+    TensorShard,
+    local_channels,
+    state_of,
+)
 from narrowgauge.quantization import cast as named_cast
 from narrowgauge.quantization.passes.implementations import ROW_PLACES, rows_gap
 from narrowgauge.quantization.passes.in_c import decoded, has_library
 from narrowgauge.recipes.places import CHOOSES, have_same_numbers, reuses
+from narrowgauge.system.collectives import broadcast_bytes
+from narrowgauge.system.torch_compat import active_ddp, is_accumulated
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 #: Elements; copying the codes of such a weight to the other axis takes little longer than the launch itself.
 _SMALL_WEIGHT = 10**7
 _WIDE = {dtype: named_cast(name) for name, dtype in DTYPES.items()}
+_SENT: WeakKeyDictionary[torch.nn.Module, None] = WeakKeyDictionary()  # wrappers whose masters are sent
 WIDE = "wide"  # the form of an operand that is the tensor itself, in the dtype of the matmul
 
 
@@ -95,6 +111,72 @@ class LayerSpec:
             return WIDE
         has_rows = self.compute == torch.bfloat16 and place in ROW_PLACES and not rows_gap(cast)
         return ROWS if has_rows else VALUES
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WeightUse:
+    """The weight in one pass of a layer: the source of its values, and the destination of its gradient."""
+
+    transposed: bool = False  # whether the weight is stored (K, N)
+    record: ParamState | None = None  # the record of a weight that is not sharded; None for a plain weight
+    #: The work shared by the micro-batches of a step; None outside `accumulating`
+    accumulation: Accumulation | None = None
+
+    @property
+    def gradient(self) -> GradientState | None:
+        """The gradient that is stored in a cast and not sharded; None leaves it to autograd."""
+        return None if self.record is None else self.record.gradient
+
+    def values(self, w_NK: torch.Tensor) -> torch.Tensor:
+        """The values of a weight, in the dtype that stores them."""
+        if isinstance(w_NK, GatheredWeight):
+            return w_NK if w_NK.is_operand else w_NK.wide()
+        return w_NK.stored_values() if isinstance(w_NK, NarrowTensor) else w_NK
+
+    def send_masters(self) -> None:
+        """In the first training pass of a DistributedDataParallel, send process 0's masters to all.
+
+        When it wraps a model it sends values alone, of the weights that it does not ignore. Process 0 then
+        keeps its masters, because its values stay the same; the other processes have masters of rounded
+        values until now. A pass for evaluation sends nothing, because perhaps only one process takes it. In
+        the first training pass every process must reach a layer whose weight has a master.
+        """
+        if self.record is None or self.record.master is None:
+            return
+        ddp = active_ddp()
+        if ddp is None or ddp in _SENT or not (ddp.training or torch.is_grad_enabled()):
+            return
+        _SENT[ddp] = None
+        for name, p in ddp.module.named_parameters():
+            master = state_of(p).master
+            if master is not None and name not in ddp.parameters_to_ignore:
+                master.wait()
+                for tensor in master.tensors.values():
+                    broadcast_bytes(tensor.detach(), ddp.process_group, p.device)
+
+    def left_for_autograd(
+        self, dw_NK: torch.Tensor, stream: RandomStream | None, dtype: torch.dtype, node: Any
+    ) -> torch.Tensor | None:
+        """Add to a gradient that waits for more, or return what autograd carries to the parameter.
+
+        Args:
+            dw_NK: The gradient, as the matmul wrote it.
+            stream: The random bits that round a gradient in a cast once autograd has summed it.
+            dtype: The dtype of the weight.
+            node: The node to which autograd carries the gradient; None in compiled code.
+
+        Returns:
+            None if the gradient was added. Otherwise the gradient in the weight's dtype, or as the matmul
+            wrote it if only the layer reads the weight, so that it is summed with nothing of another dtype.
+        """
+        if self.gradient is None:
+            is_added = self.accumulation is not None and self.accumulation.add(dw_NK, self.transposed)
+            return None if is_added else dw_NK.to(dtype)
+        self.gradient.stream = stream
+        assert self.record is not None
+        is_alone = self.record.weight is not None and not self.record.reads and not self.transposed
+        is_wide = is_alone and torch.finfo(dw_NK.dtype).bits > self.gradient.cast.element.bits
+        return dw_NK if is_wide and node and is_accumulated(node) else dw_NK.to(dtype)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -5,18 +5,20 @@ stream: the six operands, the signs of the three GEMMs' transforms, and the quan
 
 `Stepped` is the base of every module under a recipe: it holds the step and the keys of the streams. A
 training loop sets the step (`nn.set_step`). Otherwise every forward pass that records gradients draws new
-random bits, and a step ends when an optimizer takes one (`loop_checks.count_steps`), or when `nn.step` is
-called.
+random bits, and a step ends when an optimizer takes one (`count_steps`), or when `nn.step` is called.
+Micro-batches are not optimizer steps: if a loop called `set_step` once and never again, a warning is raised.
 """
 
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from types import MappingProxyType
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from narrowgauge.formats import RandomStream, stream_key
 from narrowgauge.kernels.cast import random_signs
@@ -32,6 +34,8 @@ from narrowgauge.system.torch_compat import active_ddp, is_in_backward, is_trans
 MOST_STEPS_UNSET = 10
 _NEXT_KEY = 0x9E3779B9 - 2**32  # odd, so that keys repeat only after 2^32 calls
 _A_PROCESS = 2**20  # sequences, more than any pass has, so that the ranges of processes are disjoint
+_COUNTING: WeakKeyDictionary[Any, None] = WeakKeyDictionary()  # in order
+_FRESH: WeakKeyDictionary[Any, bool | None] = WeakKeyDictionary()  # optimizers; None once they are checked
 
 
 def stream_ids(layer: int) -> list[int]:
@@ -286,3 +290,38 @@ class Stepped:
 
     def _end_step(self, is_ended: bool = False) -> None:
         """Finish a step before the next begins; with `is_ended`, everything except the histories."""
+
+
+def count_steps(layer: Any) -> None:
+    """From now on, notify a layer of each step of any optimizer in this process.
+
+    The optimizer may belong to another model. Its step then also ends a step of this layer, which has no
+    effect if the layer has not run since.
+    """
+    _COUNTING[layer] = None
+    _listen_to_optimizers()
+
+
+def counting_layers() -> list[Any]:
+    """The living layers that `count_steps` has seen, of all models, the oldest first."""
+    return list(_COUNTING)
+
+
+@cache
+def _listen_to_optimizers() -> None:
+    register_optimizer_step_pre_hook(_check_state)
+    register_optimizer_step_post_hook(_notify_layers)
+
+
+def _check_state(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Warn once of what an optimizer does not keep of recipes; ours, and one without state, are fresh."""
+    is_fresh = _FRESH.setdefault(optimizer, not optimizer.state or hasattr(optimizer, "recipe"))
+    if optimizer.state and is_fresh is not None:
+        _FRESH[optimizer] = None
+        for text in dict.fromkeys(t for layer in counting_layers() for t in layer.lost(optimizer, is_fresh)):
+            warnings.warn(f"{type(optimizer).__name__} {text}", stacklevel=2)
+
+
+def _notify_layers(*_: Any) -> None:
+    for layer in counting_layers():
+        layer.optimizer_stepped()

@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 
-from narrowgauge.formats import RandomStream, decode, torch_dtype
+from narrowgauge.formats import decode, torch_dtype
 from narrowgauge.kernels.cast import amaxes_of, codes_under
 from narrowgauge.kernels.gradient_sum import add_gradient
 from narrowgauge.nn.gemm import CODES, Operand
@@ -60,7 +60,6 @@ from narrowgauge.system.torch_compat import (
     accept_any_gradient,
     attach_fsdp_extension,
     has_hooks,
-    is_accumulated,
     is_called_after_accumulation,
     local_tensor,
     version_of,
@@ -218,51 +217,6 @@ class Accumulation:
             self.kept[key] = make()
         made: T = self.kept[key]
         return made
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class WeightUse:
-    """The weight in one pass of a layer: the source of its values, and the destination of its gradient."""
-
-    transposed: bool = False  # whether the weight is stored (K, N)
-    record: ParamState | None = None  # the record of a weight that is not sharded; None for a plain weight
-    #: The work shared by the micro-batches of a step; None outside `accumulating`
-    accumulation: Accumulation | None = None
-
-    @property
-    def gradient(self) -> GradientState | None:
-        """The gradient that is stored in a cast and not sharded; None leaves it to autograd."""
-        return None if self.record is None else self.record.gradient
-
-    def values(self, w_NK: torch.Tensor) -> torch.Tensor:
-        """The values of a weight, in the dtype that stores them."""
-        if isinstance(w_NK, GatheredWeight):
-            return w_NK if w_NK.is_operand else w_NK.wide()
-        return w_NK.stored_values() if isinstance(w_NK, NarrowTensor) else w_NK
-
-    def left_for_autograd(
-        self, dw_NK: torch.Tensor, stream: RandomStream | None, dtype: torch.dtype, node: Any
-    ) -> torch.Tensor | None:
-        """Add to a gradient that waits for more, or return what autograd carries to the parameter.
-
-        Args:
-            dw_NK: The gradient, as the matmul wrote it.
-            stream: The random bits that round a gradient in a cast once autograd has summed it.
-            dtype: The dtype of the weight.
-            node: The node to which autograd carries the gradient; None in compiled code.
-
-        Returns:
-            None if the gradient was added. Otherwise the gradient in the weight's dtype, or as the matmul
-            wrote it if only the layer reads the weight, so that it is summed with nothing of another dtype.
-        """
-        if self.gradient is None:
-            is_added = self.accumulation is not None and self.accumulation.add(dw_NK, self.transposed)
-            return None if is_added else dw_NK.to(dtype)
-        self.gradient.stream = stream
-        assert self.record is not None
-        is_alone = self.record.weight is not None and not self.record.reads and not self.transposed
-        is_wide = is_alone and torch.finfo(dw_NK.dtype).bits > self.gradient.cast.element.bits
-        return dw_NK if is_wide and node and is_accumulated(node) else dw_NK.to(dtype)
 
 
 @torch.no_grad()

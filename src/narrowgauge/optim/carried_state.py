@@ -17,19 +17,27 @@ are those of `recipe_tensors`.
 Codes and master go only into a model that already has the weights they belong to: an optimizer's state dict
 never changes what `model.load_state_dict` has loaded by more than the rounding of its format. Weights that
 are loaded once more leave them alone (torch's `set_state_dict` loads the model last).
+
+`torch.distributed.checkpoint` takes plain tensors for copies of one another and keeps one process's; DTensors
+it divides again among the processes that load them. So the state dict of an optimizer holds, of a parameter
+that FSDP2 has sharded:
+
+    elements, scales of rows        DTensors, sharded as the parameter is
+    scales of tensors, positions    plain tensors, the same in all processes
+    histories                       DTensors with a row for each process, as each sees other samples
 """
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
+from torch.distributed.tensor import DTensor, Placement, Shard
 
 from narrowgauge.nn.linear import Linear
-from narrowgauge.nn.loop_checks import counting_layers
-from narrowgauge.nn.step_state import Stepped
-from narrowgauge.optim.sharded_state import as_kept, as_row, as_saved
+from narrowgauge.nn.step_state import Stepped, counting_layers
 from narrowgauge.quantization import ParamState, state_of, stored_tensor
 from narrowgauge.system.errors import UserError, require
+from narrowgauge.system.torch_compat import local_tensor
 
 PREFIX = "recipe."  # of the names in the first parameter's state
 
@@ -134,3 +142,41 @@ def require_same_tensors(current: Mapping[str, torch.Tensor], saved: Mapping[str
                 f"the state is of another model or recipe: {key!r} is {there} there and {here} here; use the "
                 "model and recipe that it was saved with"
             )
+
+
+def as_saved(t: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    """A tensor of a parameter's state for a state dict; not copied."""
+    t = t.view(torch.uint8) if t.element_size() == 1 else t  # gloo sends no FP8
+    if not isinstance(p, DTensor) or not t.ndim:
+        return t
+    if len(t) != len(local_tensor(p)):
+        raise UserError(
+            "torch.distributed.checkpoint cannot divide scales of blocks of several rows among processes: "
+            "let each process save its own narrowgauge.state_dict(model, optimizer)"
+        )
+    return _dtensor(t, p, p.placements, p.shape[0])
+
+
+def as_row(t: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    """A tensor of which each process has its own, for a state dict."""
+    if not isinstance(p, DTensor):
+        return t
+    mesh = p.device_mesh
+    return _dtensor(t[None], p, [Shard(0)] * mesh.ndim, mesh.size())
+
+
+def as_kept(saved: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The part of this process of what a state dict holds, in the shape and dtype that are kept."""
+    local = local_tensor(saved)
+    if local.dtype == torch.uint8 and like.element_size() == 1:
+        local = local.view(like.dtype)
+    return local.view(like.shape) if local.numel() == like.numel() else local
+
+
+def _dtensor(t: torch.Tensor, p: DTensor, placements: Sequence[Placement], length: int) -> torch.Tensor:
+    """A DTensor of `length` rows, of which this process has `t`."""
+    shape = torch.Size((length, *t.shape[1:]))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        t.contiguous(), p.device_mesh, placements, run_check=False, shape=shape, stride=stride
+    )

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from narrowgauge.optim.groups import require_dense_gradients, shares_memory
+from narrowgauge.optim.groups import shares_memory
 from narrowgauge.quantization import gradient_of, local_tensor, shard_of, state_of
 from narrowgauge.system.torch_compat import norm_each, scale_each
 
@@ -24,7 +24,6 @@ def clip_grad_norm(
     parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float, model_group: ModelGroup | None
 ) -> torch.Tensor:
     """Scale gradients to a global norm of at most `max_norm`; see `Optimizer.clip_grad_norm_`."""
-    require_dense_gradients(parameters)
     norms = _norms(parameters, norm_type)
     if not norms and model_group is None:
         return torch.zeros((), dtype=torch.float32, device="cpu")

@@ -95,16 +95,6 @@ def _why_not(p: torch.Tensor) -> str:
     return "" if p.dtype in dtypes or state_of(p).weight else f"is {str(p.dtype).removeprefix('torch.')}"
 
 
-def require_dense_gradients(parameters: Iterable[torch.Tensor]) -> None:
-    """Refuse sparse and nested gradients, before anything is changed."""
-    for p in parameters:
-        if state_of(p).gradient is None and p.grad is not None and p.grad.layout != torch.strided:
-            raise UserError(
-                f"a gradient of shape {tuple(p.shape)} is sparse, and narrowgauge's optimizers take dense "
-                "ones: make its layer without sparse gradients, as torch.nn.Embedding(sparse=False) is"
-            )
-
-
 def require_served(group: Mapping[str, Any], members: Iterable[Any]) -> None:
     """Refuse options that no optimizer here supports or that are out of range, and unsupported parameters."""
     for p in map(tensor_of, members):

@@ -8,26 +8,43 @@ Moments are low-precision only for matrices of 4096 elements or more: smaller on
 rounding hurts them most. Weights and gradients are low-precision where `convert` made them so. The random
 bits of stochastic rounding are a function of (seed, step, tensor, element).
 
-A 16-bit parameter that `convert` does not change would lose every update below half of its last bit. If the
-recipe rounds weights stochastically, so is this one; otherwise the optimizer keeps a float32 master
-(`half_precision.py`).
+16-bit parameters that `convert` does not change are norms, biases and embeddings of a bf16 model. bfloat16
+has 8 significant bits. An update smaller than |w| 2^-9 is less than half of the last bit of w, so rounding to
+nearest returns the old w at every step: at a learning rate of 1e-5 most weights never change. The remedy
+depends on the format of weights in the recipe:
+
+    stochastic rounding to the parameter's dtype    the update survives on average, without extra memory
+    any other                                       a float32 master, kept with the moments
+
+The parameter is the master rounded to nearest. If an element differs from that, other code has written it
+(`load_state_dict`, `torch.nn.init`), and its master restarts from the parameter.
+
+State is saved and restored bit for bit, and checked against the optimizer before anything is copied. That of
+`torch.optim.AdamW` is taken as well: its moments are rounded once to the recipe's casts.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
-from narrowgauge.formats import random_stream, stream_key
-from narrowgauge.optim.algorithm import Algorithm, Tensors, UpdateBatch
+from narrowgauge.formats import random_stream, stream_key, torch_dtype
+from narrowgauge.optim.algorithm import (
+    Algorithm,
+    NarrowParameter,
+    Tensors,
+    UpdateBatch,
+    Write,
+    batches,
+    write_all,
+)
+from narrowgauge.optim.carried_state import PREFIX, CarriedState, as_saved, require_same_tensors
 from narrowgauge.optim.feedback import fed_back, require_adamw
 from narrowgauge.optim.grad_norm import ModelGroup, clip_grad_norm
-from narrowgauge.optim.groups import members_of, require_dense_gradients, require_served
-from narrowgauge.optim.half_precision import is_half, rounded_in_place, wide_values
-from narrowgauge.optim.saved_state import SavedOptimizer
-from narrowgauge.optim.state_writer import NarrowParameter, Write, batches, write_all
+from narrowgauge.optim.groups import members_of, require_served
 from narrowgauge.quantization import (
     Cast,
     QuantizedState,
@@ -46,18 +63,24 @@ from narrowgauge.system.errors import UserError, require, unknown
 FP32 = make_cast("fp32")
 _FIRST_STREAM = 2**34  # above the tensor ids of layers (`nn.operands`)
 _WRITTEN = ("m", "v", "master", "weight")  # one stream for each place
+TORCHS = {"m": "exp_avg", "v": "exp_avg_sq"}  # its moments in the state of torch's AdamW
+OPTIONS = ("lr", "betas", "eps", "weight_decay", "initial_lr")  # that both have
 
 
-class Optimizer(SavedOptimizer):
+class Optimizer(torch.optim.Optimizer):
     """Updates parameters with the algorithm of their group; state is in the formats of a recipe.
 
     If processes share a parameter, each updates its shard (`ParamState.shard`).
 
     Attributes:
+        recipe: The recipe with the casts of the moments.
+        seed: The seed of stochastic rounding.
+        model: A model whose recipe's state it carries, also where it updates none of the layers' weights.
         model_group: The processes that share the model; None for one process.
         algorithms: The algorithms by the name that a parameter group has under "algorithm".
     """
 
+    model: torch.nn.Module | None = None
     model_group: ModelGroup | None = None
     algorithms: ClassVar[Mapping[str, Algorithm]]
 
@@ -214,9 +237,13 @@ class Optimizer(SavedOptimizer):
         g = gradient_of(p)
         assert g is not None
         weight = kept.weight or rounded_in_place(p, self.recipe)
-        master, local = kept.master or s.get("master"), local_tensor(p)
-        source = kept.master or weight
-        w = wide_values(local, s.get("master")) if source is None else source.read()
+        master, source = kept.master or s.get("master"), kept.master or weight
+        local = local_tensor(p) if weight is None else None
+        if source is None:
+            assert local is not None
+            w = wide_values(local, s.get("master"))
+        else:
+            w = source.read()
         moments = {place: s[place].read() for place in algorithm.moments}
         batch = UpdateBatch([w], [g], {k: [m] for k, m in moments.items()}, [s["step"]], [shard_of(p)])
         algorithm.apply(batch, group)
@@ -228,7 +255,7 @@ class Optimizer(SavedOptimizer):
         is_fed_back = weight is not None and weight.cast.feedback
         first = {place: (s[place], m) for place, m in moments.items() if place != "m" or not is_fed_back}
         first["weight" if master is None else "master"] = (master or weight, w)
-        if weight is None and w is not local:
+        if local is not None and w is not local:
             local.copy_(w)
         yield [write(place, to, x) for place, (to, x) in first.items() if to is not None]
         if weight is not None and master is not None:
@@ -258,6 +285,7 @@ class Optimizer(SavedOptimizer):
         Returns:
             The norm before scaling, 0-dim float32; 0 if there are no gradients.
         """
+        require_dense_gradients(self.parameters())
         return clip_grad_norm(self.parameters(), max_norm, norm_type, self.model_group)
 
     @torch.no_grad()
@@ -268,3 +296,165 @@ class Optimizer(SavedOptimizer):
         if p.device.type != "meta":
             new.write(old.read())
         self.state[p][place] = new
+
+    def tensors(self, names: Mapping[torch.Tensor, str]) -> dict[str, torch.Tensor]:
+        """The state as `{"NAME.m.values": tensor, ...}`, without copies; `names` names the parameters."""
+        return {f"{names[p]}.{key}": t for p in self.parameters() for key, t in self._tensors_of(p).items()}
+
+    def restore(self, names: Mapping[torch.Tensor, str], saved: Mapping[str, torch.Tensor]) -> None:
+        """Copy saved state back, bit for bit.
+
+        Args:
+            names: The name of each parameter, as for `tensors`.
+            saved: The tensors of `tensors`, saved by an optimizer of the same model under the same recipe.
+        """
+        current = self.tensors(names)
+        require_same_tensors(current, saved)
+        for key, tensor in saved.items():
+            current[key].copy_(tensor)
+
+    def state_dict(self) -> dict[str, Any]:
+        """`own_state_dict`, with what the recipe keeps for the model (`carried_state.py`).
+
+        Under FSDP2, every process calls it, and gets its part.
+        """
+        saved = self.own_state_dict()
+        for p, (key, state) in zip(self.parameters(), saved["state"].items(), strict=True):
+            saved["state"][key] = {name: as_saved(t, p) for name, t in state.items()}
+        saved["state"][0] |= CarriedState(self.parameters(), self.model).saved()
+        return saved
+
+    def own_state_dict(self) -> dict[str, Any]:
+        """The state by position of the parameter, and the groups; only tensors and numbers."""
+        positions = {p: i for i, p in enumerate(self.parameters())}
+        groups = [{**g, "params": [positions[p] for p in g["params"]]} for g in self.param_groups]
+        return {"state": {i: self._tensors_of(p) for p, i in positions.items()}, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Copy a `state_dict` back without changing dtypes, as torch's method would.
+
+        Load the model's first.
+
+        Raises:
+            UserError: It is the state of another model, recipe, algorithm, division into groups, or of other
+                weights than the model has; nothing was changed.
+        """
+        require_same_groups(self.param_groups, state_dict["param_groups"])
+        groups = state_dict["param_groups"]
+        saved = [state_dict["state"].get(key, {}) for group in groups for key in group["params"]]  # or names
+        states = {
+            p: {name: torch.as_tensor(t, device=getattr(t, "device", "cpu")) for name, t in of.items()}
+            for p, of in zip(self.parameters(), saved, strict=True)
+        }
+        if any("exp_avg" in state for state in states.values()) or not any(states.values()):
+            require_torchs_adamw(self.param_groups, groups)
+            states = {p: _from_torch(state, self.moments(p)) for p, state in states.items()}
+            groups = [{key: group[key] for key in OPTIONS if key in group} for group in groups]
+        own: dict[str, torch.Tensor] = {}
+        carried: dict[str, torch.Tensor] = {}
+        for i, state in enumerate(states.values()):
+            for key, t in state.items():
+                is_recipes = key.startswith(PREFIX)
+                (carried if is_recipes else own)[key if is_recipes else f"{i}.{key}"] = local_tensor(t)
+        of_recipe = CarriedState(self.parameters(), self.model)
+        parts = of_recipe.local_parts(carried) if carried else {}
+        self.restore({p: str(i) for i, p in enumerate(states)}, own)
+        if parts:
+            of_recipe.load(parts)
+        for group, options in zip(self.param_groups, deepcopy(groups), strict=True):
+            group.update({key: value for key, value in options.items() if key != "params"})
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The state for pickling and copying: that of torch's optimizers, the recipe and the seed."""
+        return super().__getstate__() | {"recipe": self.recipe, "seed": self.seed}
+
+    def parameters(self) -> list[torch.Tensor]:
+        """All parameters, in the order of the groups."""
+        return [p for group in self.param_groups for p in group["params"]]
+
+    def moments(self, p: torch.Tensor) -> dict[str, QuantizedState]:
+        """A parameter's moments, by place ("m", "v")."""
+        return {place: s for place, s in self.state[p].items() if isinstance(s, QuantizedState)}
+
+    def _tensors_of(self, p: torch.Tensor) -> dict[str, torch.Tensor]:
+        for m in self.moments(p).values():
+            m.wait()
+        moments = {f"{place}.{k}": t for place, m in self.moments(p).items() for k, t in m.tensors.items()}
+        return {"step": self.state[p]["step"]} | moments
+
+
+def is_half(p: torch.Tensor) -> bool:
+    """Whether a parameter has 16 bits and is not stored in a cast."""
+    is_short = p.dtype in (torch.bfloat16, torch.float16)
+    return is_short and not state_of(p).by_place().keys() & {"weight", "master"}
+
+
+def rounded_in_place(p: torch.Tensor, recipe: Recipe) -> QuantizedState | None:
+    """A 16-bit parameter as state that shares its memory and rounds stochastically when written.
+
+    None if the recipe stores weights in another format.
+    """
+    cast = recipe.state["weight"]
+    if not is_half(p) or cast is None or recipe.state["master"] is not None:
+        return None
+    if cast.is_scaled or not cast.is_random or torch_dtype(cast.element) != p.dtype:
+        return None
+    local = local_tensor(p)
+    state = QuantizedState(local.shape, cast, "meta", shard=shard_of(p))
+    state.tensors, state.device = {"values": local}, local.device
+    return state
+
+
+def wide_values(local: torch.Tensor, master: QuantizedState | None) -> torch.Tensor:
+    """The float32 values of a parameter: the master's, or the parameter's where other code has written it."""
+    if master is None:
+        return local.float()
+    wide = master.read()
+    return torch.where(wide.to(local.dtype) == local, wide, local.float())
+
+
+def require_dense_gradients(parameters: Iterable[torch.Tensor]) -> None:
+    """Refuse sparse and nested gradients, before anything is changed."""
+    for p in parameters:
+        if state_of(p).gradient is None and p.grad is not None and p.grad.layout != torch.strided:
+            raise UserError(
+                f"a gradient of shape {tuple(p.shape)} is sparse, and narrowgauge's optimizers take dense "
+                "ones: make its layer without sparse gradients, as torch.nn.Embedding(sparse=False) is"
+            )
+
+
+def _from_torch(
+    state: Mapping[str, torch.Tensor], moments: Mapping[str, QuantizedState]
+) -> dict[str, torch.Tensor]:
+    """A parameter's tensors, from those of torch's AdamW; zeros before its first step."""
+    ours = {"step": state.get("step", torch.zeros((), device="cpu")).float()}
+    for place, kept in moments.items():
+        rounded = kept.like(kept.cast)
+        if (name := TORCHS.get(place, "")) in state:
+            x = local_tensor(state[name])
+            require_same_tensors({name: torch.empty(kept.shape, dtype=x.dtype, device="meta")}, {name: x})
+            rounded.write(x.to(kept.device).float())
+        ours |= {f"{place}.{key}": t for key, t in rounded.tensors.items()}
+    return ours
+
+
+def require_torchs_adamw(current: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
+    """Require that AdamW updates all groups, and that torch's optimizer updated them by the same formula."""
+    for group, options in zip(current, saved, strict=True):
+        require_served(options, ())
+        is_adam = options.get("decoupled_weight_decay") is False and options["weight_decay"]
+        if is_adam or group["algorithm"] != "adamw":
+            raise UserError(
+                f"the state of {'torch.optim.Adam with weight decay' if is_adam else 'AdamW'} is not one of "
+                f"{group['algorithm']}: load it into the same optimizer, or begin with new moments"
+            )
+
+
+def require_same_groups(current: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
+    """Require the same division of parameters into groups."""
+    sizes, saved_sizes = ([len(group["params"]) for group in groups] for groups in (current, saved))
+    if saved_sizes != sizes:
+        raise UserError(
+            f"the saved optimizer has {len(saved)} groups of {saved_sizes} parameters, and this one has "
+            f"{len(current)} of {sizes}: make the optimizer with the groups that were saved"
+        )

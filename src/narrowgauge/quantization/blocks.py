@@ -103,28 +103,27 @@ def _(y: torch.Tensor, shape: list[int]) -> torch.Tensor:
 
 def blocks_of(shape: torch.Size, cast: Cast, axis: int) -> Blocks:
     """The blocks of a cast on a tensor, columns along `axis`, rows along the other of the last two dims."""
-    return (_blocks_of if torch.compiler.is_compiling() else _kept_blocks)(shape, cast, axis)
+    if cast.block is not None and cast.block[0] != 1 and len(shape) < 2:
+        rows, columns = cast.block
+        raise UserError(f"cast {cast.name!r} has blocks of {rows}x{columns}: it needs a matrix, not a vector")
+    return (_blocks_of if torch.compiler.is_compiling() else _kept_blocks)(shape, cast.block, axis)
 
 
-def _blocks_of(shape: torch.Size, cast: Cast, axis: int) -> Blocks:
+def _blocks_of(shape: torch.Size, block: tuple[int, int] | None, axis: int) -> Blocks:
     ndim = len(shape)
     if not -ndim <= axis < ndim:
         raise UserError(
             f"axis {axis} of a tensor of shape {tuple(shape)}: it must lie in [{-ndim}, {ndim - 1}]"
         )
-    if cast.block is None:  # one block; an empty tensor has one block of padding
+    if block is None:  # one block; an empty tensor has one block of padding
         size = [max(n, 1) for n in shape]
         one = Blocks.of(size, size)
         return replace(one, shape=tuple(shape), is_ragged=True) if 0 in shape else one
     axis %= ndim
-    rows, columns = cast.block
+    rows, columns = block
     size = [1] * ndim
     size[axis] = columns or max(shape[axis], 1)
     if rows != 1:
-        if ndim < 2:
-            raise UserError(
-                f"cast {cast.name!r} has blocks of {rows}x{columns}: it needs a matrix, not a vector"
-            )
         size[ndim - 2 if axis == ndim - 1 else ndim - 1] = rows
     return Blocks.of(shape, size)
 

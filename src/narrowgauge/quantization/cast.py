@@ -13,6 +13,7 @@ elements under an outer scale of the tensor. The named casts are data in `named_
 
 from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
+from operator import ge
 from types import MappingProxyType
 from typing import Any
 
@@ -50,7 +51,8 @@ class Cast(Keys):
         return hash((self.name, *self.values().values()))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in vars(self).items() if key != "_hash"}  # valid in one process
+        own = ("_hash", "in_c")  # valid in one process
+        return {key: value for key, value in vars(self).items() if key not in own}
 
     def unsupported(self, consumer: Consumer) -> tuple[str, ...]:
         """The keys that are not at their defaults, and that a consumer does not support."""
@@ -180,6 +182,11 @@ class Cast(Keys):
     def adds_to_operand(self) -> bool:
         """Whether the operand is multiplied or added to once more, in float32."""
         return self.compensate or self.has_row_scales or bool(self.center)
+
+    @cached_property
+    def held_in(self) -> tuple[str, ...]:
+        """The formats of 16 bits that have every value of its elements."""
+        return tuple(f for f in ("bf16", "fp16") if all(map(ge, format(f).extent, self.element.extent)))
 
     @cached_property
     def scales_result(self) -> bool:

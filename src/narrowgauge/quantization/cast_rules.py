@@ -27,20 +27,6 @@ def require_valid(cast: Any) -> None:
             raise UserError(f"cast {cast.name!r}: {name} = {shown!r}, but {rule}")
 
 
-def require_codes(cast: Any) -> None:
-    """Refuse a cast whose elements are not scaled codes of at most a byte."""
-    if cast.function:
-        raise UserError(
-            f"cast {cast.name!r} is a function, which gives values and no codes; call the function itself"
-        )
-    if not cast.is_scaled:
-        raise UserError(f"cast {cast.name!r} stores no scales; use torch's .to() or narrowgauge.round_to")
-    if cast.element.bits > 8 or cast.codebook:
-        raise UserError(
-            f"cast {cast.name!r} has no codes of a byte: it is for state (weight, master, grad, m, v)"
-        )
-
-
 def _rules_of_scales(c: Any) -> Iterator[Rule]:
     """The rules of elements, blocks, scales and candidates."""
     bits, fp32, is_rounded = c.element.bits, c.scale == "fp32", c.scale in ROUNDED

@@ -31,7 +31,6 @@ from narrowgauge.formats import (
     codes_of,
     decode,
     format,
-    holds,
     pack,
     require_values,
     torch_dtype,
@@ -39,7 +38,6 @@ from narrowgauge.formats import (
 from narrowgauge.formats.rounding import exponent_bits, inverse_quantum
 from narrowgauge.quantization.blocks import Blocks, blocks_of
 from narrowgauge.quantization.cast import Cast
-from narrowgauge.quantization.cast_rules import require_codes
 from narrowgauge.quantization.context import DEFAULT_CONTEXT, QuantContext
 from narrowgauge.quantization.keys import Consumer
 from narrowgauge.quantization.named_casts import cast as named_cast
@@ -58,7 +56,8 @@ from narrowgauge.quantization.transforms import (
 )
 from narrowgauge.system.errors import UserError, require
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+_DTYPES = (torch.float32, *_SHORT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +177,7 @@ def quantize(
 
 def quantize_in_context(x: torch.Tensor, cast: Cast, axis: int, context: QuantContext) -> QTensor:
     """`quantize` under a context: given signs, a given scale, or as a shard of a global tensor."""
-    require_codes(cast)
+    _require_codes(cast)
     if cast.keep_channels:
         channels, rest, kept = _apart(x.detach(), cast, axis, torch.float32, context)
         q = quantize_in_context(rest, cast.of_the_rest, axis, context)
@@ -194,6 +193,20 @@ def quantize_in_context(x: torch.Tensor, cast: Cast, axis: int, context: QuantCo
         blocks=blocks,
         mean=prepared.mean,
     )
+
+
+def _require_codes(cast: Cast) -> None:
+    """Refuse a cast whose elements are not scaled codes of at most a byte."""
+    if cast.function:
+        raise UserError(
+            f"cast {cast.name!r} is a function, which gives values and no codes; call the function itself"
+        )
+    if not cast.is_scaled:
+        raise UserError(f"cast {cast.name!r} stores no scales; use torch's .to() or narrowgauge.round_to")
+    if cast.element.bits > 8 or cast.codebook:
+        raise UserError(
+            f"cast {cast.name!r} has no codes of a byte: it is for state (weight, master, grad, m, v)"
+        )
 
 
 def emulate(
@@ -257,7 +270,8 @@ def _narrowed(
 def operand_dtype(cast: Cast, dtype: torch.dtype) -> torch.dtype:
     """The dtype of an operand for a GEMM in `dtype`: float32 where that would round or overflow."""
     is_short = dtype == torch.float16 and cast.block is not None  # its range is less than that of scales
-    is_wide = cast.has_wide_operand or is_short or (cast.is_scaled and not holds(dtype, cast.element))
+    is_rounded = cast.is_scaled and dtype in _SHORT and _SHORT[dtype] not in cast.held_in
+    is_wide = cast.has_wide_operand or is_short or is_rounded
     return torch.float32 if is_wide else dtype
 
 

@@ -104,7 +104,7 @@ def _constant(size: int, signs: tuple[int, ...], like: torch.Tensor) -> torch.Te
 
     Tensors without storage, or made by a compiler, belong to their context and are not cached.
     """
-    key = (size, signs, like.dtype, like.device, imagined(like.device))
+    key = (size, signs, like.dtype, like.device, like.is_meta and imagined(like.device))
     is_plain = not torch.compiler.is_compiling() and type(like) in (torch.Tensor, torch.nn.Parameter)
     if is_plain and key in _KEPT:
         return _KEPT[key]

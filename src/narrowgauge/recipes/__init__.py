@@ -5,34 +5,30 @@ from typing import TYPE_CHECKING
 from narrowgauge.system.lazy import import_on_use
 
 if TYPE_CHECKING:
-    from narrowgauge.recipes.attention_places import ATTENTION_PLACES as ATTENTION_PLACES
-    from narrowgauge.recipes.attention_places import ATTENTION_PRODUCTS as ATTENTION_PRODUCTS
-    from narrowgauge.recipes.attention_places import GRADIENT_PLACES as GRADIENT_PLACES
-    from narrowgauge.recipes.attention_places import is_wide as is_wide
-    from narrowgauge.recipes.attention_shapes import require_attention_shapes as require_attention_shapes
     from narrowgauge.recipes.backend import BACKENDS as BACKENDS
-    from narrowgauge.recipes.backend import SCHEMES as SCHEMES
     from narrowgauge.recipes.backend import Backend as Backend
-    from narrowgauge.recipes.backend import Product as Product
     from narrowgauge.recipes.backend import choose_backend as choose_backend
+    from narrowgauge.recipes.backend import device_facts as device_facts
+    from narrowgauge.recipes.backend import named_device as named_device
     from narrowgauge.recipes.backend import products_on as products_on
-    from narrowgauge.recipes.capability import device_facts as device_facts
-    from narrowgauge.recipes.capability import named_device as named_device
     from narrowgauge.recipes.parse import RECIPE_KEYS as RECIPE_KEYS
     from narrowgauge.recipes.placement import cut_blocks as cut_blocks
     from narrowgauge.recipes.placement import kept_text as kept_text
+    from narrowgauge.recipes.placement import require_attention_shapes as require_attention_shapes
+    from narrowgauge.recipes.places import ATTENTION_PLACES as ATTENTION_PLACES
+    from narrowgauge.recipes.places import ATTENTION_PRODUCTS as ATTENTION_PRODUCTS
     from narrowgauge.recipes.places import CAST_TABLE as CAST_TABLE
     from narrowgauge.recipes.places import DIMENSIONS as DIMENSIONS
     from narrowgauge.recipes.places import GAUGED_PLACES as GAUGED_PLACES
     from narrowgauge.recipes.places import GEMM_PLACES as GEMM_PLACES
     from narrowgauge.recipes.places import GEMMS as GEMMS
+    from narrowgauge.recipes.places import GRADIENT_PLACES as GRADIENT_PLACES
     from narrowgauge.recipes.places import GROUPS as GROUPS
     from narrowgauge.recipes.places import KEYS as KEYS
     from narrowgauge.recipes.places import OFFLOADABLE as OFFLOADABLE
     from narrowgauge.recipes.places import PLACES as PLACES
     from narrowgauge.recipes.places import STATE_PLACES as STATE_PLACES
-    from narrowgauge.recipes.places import WIRE_PLACES as WIRE_PLACES
-    from narrowgauge.recipes.recipe import ROUTER as ROUTER
+    from narrowgauge.recipes.places import is_wide as is_wide
     from narrowgauge.recipes.recipe import Recipe as Recipe
     from narrowgauge.recipes.registry import RecipeLike as RecipeLike
     from narrowgauge.recipes.registry import comment as comment

@@ -8,13 +8,22 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from narrowgauge.quantization import Cast, cast, cast_names, state_cast_names
-from narrowgauge.recipes.attention_places import is_wide
-from narrowgauge.recipes.places import GEMM_PLACES
+from narrowgauge.quantization.keys import Consumer
+from narrowgauge.recipes.places import (
+    ATTENTION_PLACES,
+    GEMM_PLACES,
+    STATE_PLACES,
+    STREAM,
+    WIRE_PLACES,
+    is_wide,
+)
 from narrowgauge.recipes.recipe import Recipe
 from narrowgauge.recipes.rule import Rule
 from narrowgauge.system.toml_text import toml_value
 
 WORDS = ("name", "title", "source", "text")  # descriptive fields of a recipe
+_WRITTEN_APART = (*WORDS, "places", "rules")
+_FIRST = ("compute", *GEMM_PLACES, *ATTENTION_PLACES, STREAM, "saved", *STATE_PLACES, *WIRE_PLACES)
 NONE = "none"
 
 
@@ -69,24 +78,20 @@ def cast_text(c: Cast | str | None) -> str:
 
 def recipe_facts(recipe: Recipe) -> dict[str, str]:
     """The contents of a recipe by key: places with their casts, layers kept wide, rules."""
-    facts: dict[str, str] = {}
-    for f in fields(recipe):
-        value = getattr(recipe, f.name)
-        if f.name == "rules":
-            facts |= _rule_facts(recipe, value)
-        elif isinstance(value, Mapping):
-            facts |= {place: cast_text(c) for place, c in value.items()}
-        elif f.name not in WORDS:
-            facts[f.name] = cast_text(value) if isinstance(value, Cast) else _plain(value)
-    return facts
+    own = {f.name: getattr(recipe, f.name) for f in fields(recipe) if f.name not in _WRITTEN_APART}
+    found = {**own, **recipe.places}
+    order = (name for name in dict.fromkeys((*_FIRST, *found)) if name in found)
+    return {name: _text(found[name]) for name in order} | _rule_facts(recipe, recipe.rules)
 
 
-def _plain(value: Any) -> str:
-    return ", ".join(map(str, value)) or NONE if isinstance(value, tuple) else str(value)
+def _text(value: Any) -> str:
+    if isinstance(value, tuple):
+        return ", ".join(map(str, value)) or NONE
+    return str(value) if isinstance(value, int | float) else cast_text(value)
 
 
 # Fields of a rule that are reported under other names.
-_PLACES_OF_RULES = ("casts", "attention", "state", "keeps_state")
+_PLACES_OF_RULES = ("places", "keeps_state")
 
 
 def is_wide_rule(rule: Rule, recipe: Recipe) -> bool:
@@ -114,13 +119,12 @@ def _rule_facts(recipe: Recipe, rules: Sequence[Rule]) -> dict[str, str]:
             k: (k.partition("_")[0], "decay") for k in ("from_decay", "until_decay") if said.pop(k, False)
         }
         said |= dict(clocks.values())
-        where = ", ".join(f"{k} = {_plain(v)}" for k, v in said.items()) or "every layer"
+        where = ", ".join(f"{k} = {_text(v)}" for k, v in said.items()) or "every layer"
         if rule.keeps_state and is_wide_rule(rule, recipe):
             facts["keep"] = where.replace("modules = ", "")
             continue
         number += 1
-        places = {**rule.casts, **rule.attention, **rule.state}
-        casts = ", ".join(f"{place} = {cast_text(c) if c else NONE}" for place, c in places.items())
+        casts = ", ".join(f"{place} = {cast_text(c)}" for place, c in rule.places.items())
         facts[f"rule {number}"] = f"{where}: {casts}"
     return facts
 
@@ -134,3 +138,29 @@ def differences(a: Recipe, b: Recipe) -> list[tuple[str, str, str]]:
         if said[0] != said[1]:
             rows.setdefault(said, []).append(key)
     return [(", ".join(keys), *said) for said, keys in rows.items()]
+
+
+def layout_of(cast: Cast) -> dict[str, Any]:
+    """The keys of a cast that determine what its codes and scales represent."""
+    return {key: cast.values()[key] for key in cast.unsupported(Consumer.SAME_LAYOUT)}
+
+
+def beside(cast: Cast, layout: Mapping[str, Any]) -> list[str]:
+    """The keys in which a cast's layout differs from another."""
+    own = layout_of(cast)
+    return [key for key in {**own, **layout} if own.get(key) != layout.get(key)]
+
+
+def unlike(cast: Cast, other: Cast, known: tuple[str, ...] = ()) -> list[str]:
+    """The keys in which the values of a forward pass under two casts may differ, except those in `known`."""
+    mine, theirs = cast.values(), other.values()
+    return [
+        key
+        for key, consumers in cast.consumers().items()
+        if mine[key] != theirs[key] and key not in known and Consumer.SAME_FORWARD not in consumers
+    ]
+
+
+def written(cast: Cast, keys: list[str]) -> str:
+    """Keys of a cast with their values, as a recipe writes them."""
+    return ", ".join(f"{key} = {toml_value(key_value(key, cast.values()[key]))}" for key in keys)

@@ -25,7 +25,7 @@ w = "fprop.w"           the values of the same tensor in another GEMM, as they a
                         w = {cast = "mxfp4", of = "fprop.w"}
 
 [attention]             the operands of attention: q, k, v, p, and the gradients do, ds
-q = "e4m3"              (`attention_places.py`); attention = "e4m3" is all six
+q = "e4m3"              (`places.py`); attention = "e4m3" is all six
 
 [[rule]]                other casts, in some layers or from some time on; later rules win
 modules = ["*.down"]    selected as in [keep]; without a selection, every layer
@@ -44,21 +44,24 @@ from typing import Any
 
 from narrowgauge.formats import Format, format_from_facts, register_format
 from narrowgauge.quantization import Cast, cast_keys, cast_names, is_cast_table, make_cast
-from narrowgauge.recipes.attention_places import ALL_WIDE, ATTENTION, ATTENTION_PLACES, STREAM
 from narrowgauge.recipes.places import (
+    ATTENTION,
+    ATTENTION_PLACES,
     CAST_TABLE,
     COMPUTE,
     GEMM_PLACES,
     GEMMS,
     GROUPS,
+    IN_FP32,
     OFFLOADABLE,
     PLACES,
     SAVED,
     SEEN_BEFORE,
     STATE_PLACES,
-    WIDE_STATE,
+    STREAM,
     WIRE_PLACES,
     values_of,
+    wide_operands,
 )
 from narrowgauge.recipes.recipe_rules import require_place
 from narrowgauge.recipes.rule import Rule
@@ -90,13 +93,13 @@ def fields_of(table: Mapping[str, Any], where: str, name: str) -> dict[str, Any]
     compute = table.get("compute", "bf16")
     if compute not in COMPUTE:
         raise UserError(f"compute = {compute!r}, but it must be one of {', '.join(COMPUTE)}")
-    wide = dict.fromkeys(GEMM_PLACES, make_cast(compute))
+    wide = wide_operands(compute)
     return {
         "name": _text(table, "name", name),
         "title": _text(table, "title", ""),
         "source": _text(table, "source", ""),
         "compute": compute,
-        **recipe_fields(_places(table), wide, WIDE_STATE, {}),
+        **recipe_fields(_places(table), {**dict.fromkeys(GEMM_PLACES, make_cast(compute)), **IN_FP32}),
         "rules": (*_rules(table), *_kept(table, wide)),
     }
 
@@ -114,14 +117,9 @@ def _places(table: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def recipe_fields(
-    places: Mapping[str, Any],
-    casts: Mapping[str, Cast],
-    state: Mapping[str, Cast | None],
-    attention: Mapping[str, Cast | None],
-) -> dict[str, Any]:
-    """The fields of a recipe after a text sets some `KEYS` over its casts and state."""
-    casts, state, attention = dict(casts), dict(state), dict(attention)
+def recipe_fields(places: Mapping[str, Any], over: Mapping[str, Cast | None]) -> dict[str, Any]:
+    """The fields of a recipe, or of a rule, after a text sets some `KEYS` over the casts of its places."""
+    casts = dict(over)
     fields: dict[str, Any] = {}
     for place, value in places.items():
         if place == "saved":
@@ -133,17 +131,13 @@ def recipe_fields(
             if value not in COMPUTE:
                 raise unknown("compute format", str(value), COMPUTE)
             fields[place] = value
-        elif place in STATE_PLACES:
-            state[place] = None if place == "master" and value == "none" else cast_in(place, value)
-        elif place in WIRE_PLACES:
-            fields[place] = cast_in(place, value)
+        elif place in (*STATE_PLACES, *WIRE_PLACES):
+            casts[place] = None if place == "master" and value == "none" else cast_in(place, value)
         elif place == STREAM:
-            fields[place] = require_place(place, cast_in(place, value))
-        elif place.partition(".")[0] == ATTENTION:
-            attention |= casts_from(place, value)
+            casts[place] = require_place(place, cast_in(place, value))
         else:
             casts |= casts_from(place, value)
-    return fields | {"casts": casts, "state": state, "attention": attention}
+    return fields | {"places": casts}
 
 
 def casts_from(place: str, value: Any) -> dict[str, Cast]:
@@ -209,12 +203,12 @@ def _words_of(place: str) -> tuple[str, ...]:
     return own.get(place, (SEEN_BEFORE[place],) if place in SEEN_BEFORE else ())
 
 
-def _kept(table: Mapping[str, Any], wide: Mapping[str, Cast]) -> list[Rule]:
+def _kept(table: Mapping[str, Any], wide: Mapping[str, Cast | None]) -> list[Rule]:
     """The rule that [keep] stands for, if it selects any layers."""
     keep = _table(table.get("keep", {}), "keep")
     _check_keys(keep, _LAYER_KEYS, "[keep] key")
     layers = _layers(keep)
-    return [Rule(casts=wide, attention=ALL_WIDE, keeps_state=True, **layers)] if any(layers.values()) else []
+    return [Rule(places=wide, keeps_state=True, **layers)] if any(layers.values()) else []
 
 
 def _rules(table: Mapping[str, Any]) -> list[Rule]:
@@ -224,7 +218,7 @@ def _rules(table: Mapping[str, Any]) -> list[Rule]:
     rules = []
     for rule in tables:
         _check_keys(_table(rule, "rule"), _RULE_KEYS, "[[rule]] key")
-        rules.append(Rule(**recipe_fields(_places(rule), {}, {}, {}), **_clock(rule), **_layers(rule)))
+        rules.append(Rule(**recipe_fields(_places(rule), {}), **_clock(rule), **_layers(rule)))
     return rules
 
 

@@ -8,9 +8,19 @@ one: blocks of 4096 rows on 257 rows are blocks of 257. So the plan, a run and i
 from collections.abc import Iterator, Sequence
 
 from narrowgauge.quantization import Cast
-from narrowgauge.recipes.places import DIMENSIONS
+from narrowgauge.recipes.places import DIMENSIONS, STREAM
+from narrowgauge.recipes.recipe import Recipe
 from narrowgauge.recipes.resolve import HEADS, ModelPlan, found_patterns, operands_of, state_of
+from narrowgauge.system.errors import UserError
 
+#: The (remaining, contracted) dimensions of places of attention, in each of their matmuls, and of the stream:
+#: T tokens of a sequence, queries or keys; H head_dim; D the width of the stream.
+_DIMENSIONS = {
+    **dict.fromkeys(("attention.q", "attention.k"), ("TH", "HT")),
+    **dict.fromkeys(("attention.v", "attention.do"), ("HT", "TH")),
+    **dict.fromkeys(("attention.p", "attention.ds"), ("TT",)),
+    STREAM: (" D",),
+}
 _LISTED = 4  # names of one kind that are written out; more are abbreviated
 _WORDS = {"M": "tokens", "N": "outputs", "K": "inputs"}
 
@@ -109,3 +119,34 @@ def spans(dimensions: str, cast: Cast) -> Iterator[tuple[str, str, int]]:
             yield "block", dimension, size
     if cast.hadamard:
         yield "transform", dimensions[1], cast.hadamard
+
+
+def require_attention_shapes(
+    recipe: Recipe, head_dim: int, sequence_length: int, dim: int, attention_dropout: float = 0.0
+) -> None:
+    """Refuse blocks and transforms that do not fit a model's heads, its sequences or its width.
+
+    `dim` is the width of the residual stream, `attention_dropout` the share of probabilities that become 0.
+
+    Raises:
+        UserError: A block does not fit, or probabilities are dropped where attention is narrow.
+    """
+    where = f"recipe {recipe.name!r}"
+    if recipe.narrows_attention and attention_dropout:
+        raise UserError(
+            f"model.attention_dropout = {attention_dropout} under {where}, which narrows attention, and "
+            "probabilities with dropout have no place in a recipe; set model.attention_dropout = 0"
+        )
+    sizes = {"H": ("model.head_dim", head_dim), "T": ("data.sequence_length", sequence_length)}
+    sizes["D"] = ("model.dim", dim)
+    mappings = ({**recipe.places, **of.places} for of in (recipe, *recipe.rules))
+    casts = [(place, casts[place]) for casts in mappings for place in _DIMENSIONS if place in casts]
+    uses = [(place, c, d) for place, c in casts if c is not None for d in _DIMENSIONS[place]]
+    for place, cast, dimensions in uses:
+        for what, dimension, block in spans(dimensions, cast):
+            name, size = sizes.get(dimension, ("", 0))
+            if size % block:
+                raise UserError(
+                    f"{where}: {place} = {cast.name!r} has {what}s of {block}, and {name} = {size} is not a "
+                    f"multiple of {block}; take {what}s that divide it, or another {name}"
+                )

@@ -6,25 +6,35 @@ A linear layer does three GEMMs per step, each with two operands. Legend: M toke
     dgrad   dy_MN @ w_NK    -> dx_MK     places dgrad.dy, dgrad.w     contracts N
     wgrad   dy_MN.T @ x_MK  -> dw_NK     places wgrad.dy, wgrad.x     contracts M
 
-A recipe puts a `Cast` in each of these places and in attention's (`attention_places.py`), and names
+A recipe puts a `Cast` in each of these places and in attention's (`places.py`), and names
 the format of everything that is not narrow (`compute`). A `Rule` puts other casts into some places of some
 layers, or from some time on: both layers that are kept wide and a run that finishes in high precision are
 rules. Later rules win.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from narrowgauge.formats import Format, format_facts, own_formats
-from narrowgauge.quantization import Cast, make_cast
-from narrowgauge.recipes.attention_places import ALL_WIDE, GRADIENT_PLACES, is_wide
+from narrowgauge.quantization import Cast
 from narrowgauge.recipes.parse import fields_of, modules_from, recipe_fields
-from narrowgauge.recipes.places import FP32, GEMM_PLACES, GEMMS, WIDE_STATE, wide_backward
+from narrowgauge.recipes.places import (
+    FP32,
+    GEMMS,
+    GRADIENT_PLACES,
+    IN_FP32,
+    STATE_PLACES,
+    Places,
+    fitting_gather,
+    is_wide,
+    weight_operands,
+    wide_backward,
+    wide_operands,
+)
 from narrowgauge.recipes.recipe_rules import require_recipe
 from narrowgauge.recipes.rule import Rule, without_moot
-from narrowgauge.recipes.wire import fitting_gather, weight_operands
 from narrowgauge.system.errors import UserError
 from narrowgauge.system.toml_text import parse_toml, toml_key, toml_value
 
@@ -32,22 +42,16 @@ ROUTER = "router"  # the last component of the name of a layer that chooses expe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe:
-    """A number format for every place.
+class Recipe(Places):
+    """A number format for every place (`places.py`).
 
     Attributes:
         name: The name of the recipe.
         title: A one-line description.
         source: The paper, specification or library that the recipe follows.
         compute: "bf16", "fp16" or "fp32": GEMM results, and everything that the recipe does not narrow.
-        casts: The cast of each of the six GEMM places.
-        attention: The casts of places of attention; one that is missing, or None, is in `compute`.
-        stream: The cast of the residual stream.
         saved: What is kept of the input for the backward pass: "input" (as it came), "operand" (the values
             of fprop.x, in the bytes of their format), or a cast.
-        state: The cast of each state place; None for a master that does not exist.
-        gather: The cast of weights when devices gather their shards (`wire.py`).
-        reduce: The cast of the weights' gradients when devices add theirs.
         offload: The state places that are kept in host memory while a GPU computes.
         rules: Other casts in some layers or from some time on; later ones win.
         text: The TOML that the recipe was read from.
@@ -57,13 +61,7 @@ class Recipe:
     title: str
     source: str
     compute: str
-    casts: Mapping[str, Cast]
-    attention: Mapping[str, Cast | None] = field(default_factory=dict)
-    stream: Cast = FP32
     saved: str | Cast = "input"
-    state: Mapping[str, Cast | None] = field(default_factory=lambda: dict(WIDE_STATE))
-    gather: Cast = FP32
-    reduce: Cast = FP32
     offload: tuple[str, ...] = ()
     rules: tuple[Rule, ...] = ()
     text: str = ""
@@ -134,35 +132,28 @@ class Recipe:
                 block, if it is in one.
             blocks: The number of blocks.
         """
-        casts, attention = dict(self.casts), dict(self.attention)
-        state, reduce = dict(self.state), self.reduce
         selected = [r for r in self.rules if any(r.selects(name, block, blocks) for name, block in names)]
-        rules = without_moot(selected)
+        rules, places = without_moot(selected), dict(self.places)
         if any(rule.keeps_state for rule in rules):
-            state |= {place: WIDE_STATE[place] for place in ("weight", "master", "grad")}
-            reduce = FP32
+            places |= {place: IN_FP32[place] for place in ("weight", "master", "grad", "reduce")}
         for rule in rules:  # a rule after a timed one stays, and wins over it
             if not rule.is_timed:
-                casts |= rule.casts
-                attention |= rule.attention
-                state |= rule.state
+                places |= rule.places
         while rules and not rules[0].is_timed:
             del rules[0]
         remaining = tuple(replace(r, modules=(), first_blocks=0, last_blocks=0) for r in rules)
-        return self._with(casts=casts, attention=attention, rules=remaining, state=state, reduce=reduce)
+        return self._with(places=places, rules=remaining)
 
     def _with(self, **changes: Any) -> "Recipe":
-        """This recipe with other fields; unless given, `gather` changes to what still fits."""
-        if "gather" not in changes:
-            operands = weight_operands(changes.get("casts", self.casts), changes.get("rules", self.rules))
-            weight = changes.get("state", self.state)["weight"]
-            changes["gather"] = fitting_gather(self.gather, operands, weight)
-        return replace(self, **changes)
+        """This recipe with other fields; `gather` changes to what still fits."""
+        changed = Places(places=changes.get("places", self.places))
+        rules = [rule.places for rule in changes.get("rules", self.rules) if rule.is_for_all]
+        gather = fitting_gather(changed["gather"], weight_operands(changed.places, *rules), changed["weight"])
+        return replace(self, **changes | {"places": {**changed.places, "gather": gather}})
 
     def in_high_precision(self, modules: Sequence[str] = ()) -> "Recipe":
         """This recipe with every place of some modules (none named: all) in `compute`, at any time."""
-        wide = dict.fromkeys(GEMM_PLACES, make_cast(self.compute))
-        kept = Rule(casts=wide, attention=ALL_WIDE, keeps_state=True, modules=tuple(modules))
+        kept = Rule(places=wide_operands(self.compute), keeps_state=True, modules=tuple(modules))
         return self._with(rules=(*self.rules, kept))
 
     def with_wide_routers(self) -> "Recipe":
@@ -191,11 +182,12 @@ class Recipe:
             if not (rule.state and rule.is_timed):
                 rules.append(rule)
                 continue
-            rules += [replace(rule, state={})] if rule.casts else []
+            others = {place: cast for place, cast in rule.places.items() if place not in STATE_PLACES}
+            rules += [replace(rule, places=others)] if others else []
             if rule.holds(step, steps, decay):
                 first, last = rule.first_blocks, rule.last_blocks
-                where = Rule(casts={}, modules=rule.modules, first_blocks=first, last_blocks=last)
-                rules.append(replace(where, state=rule.state))
+                where: dict[str, Any] = {"modules": rule.modules, "first_blocks": first, "last_blocks": last}
+                rules.append(Rule(places=rule.state, **where))
         return self._with(rules=tuple(rules))
 
     def with_wide_backward(self) -> "Recipe":
@@ -205,20 +197,13 @@ class Recipe:
         (`places.wide_backward`). So the mean of unbiased roundings is this recipe's gradient.
         """
         gradients = dict.fromkeys(GRADIENT_PLACES, FP32)
-        fields: dict[str, Any] = {
-            "casts": {**self.casts, **wide_backward(self.casts, self.saved)},
-            "attention": {**self.attention, **gradients},
-            "rules": tuple(
-                replace(
-                    rule,
-                    casts={**rule.casts, **wide_backward({**self.casts, **rule.casts}, self.saved)},
-                    attention={**rule.attention, **gradients},
-                )
-                for rule in self.rules
-            ),
-        }
-        state = {**self.state, "grad": FP32}
-        return self._with(compute="fp32", saved="input", state=state, reduce=FP32, **fields)
+
+        def wide(of: Places) -> dict[str, Cast | None]:
+            return {**of.places, **wide_backward({**self.casts, **of.casts}, self.saved), **gradients}
+
+        rules = tuple(replace(rule, places=wide(rule)) for rule in self.rules)
+        places = wide(self) | {"grad": FP32, "reduce": FP32}
+        return self._with(compute="fp32", saved="input", places=places, rules=rules)
 
     def with_places(self, places: Mapping[str, Any]) -> "Recipe":
         """This recipe with other casts in some places, as in `--recipe.fprop.x bf16`.
@@ -230,7 +215,8 @@ class Recipe:
                 operands.
         """
         casts = {place: value for place, value in places.items() if place != "keep"}
-        changed = self._with(**recipe_fields(casts, self.casts, self.state, self.attention))
+        fields = recipe_fields(casts, self.places)
+        changed = replace(self, **fields) if "gather" in casts else self._with(**fields)
         return changed._keeping(modules_from(places["keep"])) if "keep" in places else changed
 
     def _keeping(self, modules: tuple[str, ...]) -> "Recipe":

@@ -11,9 +11,21 @@ from typing import Any
 from narrowgauge.formats import is_in_torch
 from narrowgauge.quantization import Cast
 from narrowgauge.quantization.keys import Consumer
-from narrowgauge.recipes.attention_places import ATTENTION, ATTENTION_PRODUCTS, STREAM
-from narrowgauge.recipes.places import CHOOSES, GEMM_PLACES, KEEPING, MEETS, SEEN_BEFORE, STATE_PLACES
-from narrowgauge.recipes.wire import WIDE, keeps_products, keeps_stored, weight_operands
+from narrowgauge.recipes.places import (
+    ATTENTION,
+    ATTENTION_PRODUCTS,
+    CHOOSES,
+    GEMM_PLACES,
+    KEEPING,
+    MEETS,
+    SEEN_BEFORE,
+    STATE_PLACES,
+    STREAM,
+    Places,
+    keeps_products,
+    keeps_stored,
+    weight_operands,
+)
 from narrowgauge.system.errors import UserError
 
 #: Why state lacks a key; any other key gets the generic sentence.
@@ -25,6 +37,7 @@ _NOT_IN_STATE = {
     "history": "state takes its scales from the tensor at hand",
 }
 Casts = Mapping[str, Cast]
+WIDE = ("fp32", "bf16", "fp16")  # in which gradients are added up
 
 
 def require_place(place: str, cast: Cast) -> Cast:
@@ -86,21 +99,21 @@ def require_recipe(recipe: Any) -> None:
     """
     inputs = [c["fprop.x"] for c in (recipe.casts, *(r.casts for r in recipe.rules)) if "fprop.x" in c]
     for number, rule in enumerate((None, *recipe.rules)):
-        casts, attention, state = recipe.casts, recipe.attention, recipe.state
-        if rule is not None:
-            casts, attention = {**casts, **rule.casts}, {**attention, **rule.attention}
-            state = {**state, **rule.state}
+        of = Places(places={**recipe.places, **(rule.places if rule else {})})
+        casts = of.casts
         for problem in chain(
             _of_products(casts),
             _of_reuse(casts, recipe.saved),
-            _of_attention_products(attention),
+            _of_attention_products(of.attention),
             _of_channels(casts, inputs),
             _of_kept(recipe.saved, casts["fprop.x"]),
-            _of_state(state),
+            _of_state(of.state),
         ):
             raise UserError(f"recipe {recipe.name!r}: {f'rule {number}: ' if number else ''}{problem}")
-    operands, weight = weight_operands(recipe.casts, recipe.rules), recipe.state["weight"]
-    for problem in chain(_of_gather(recipe.gather, operands, weight), _of_reduce(recipe.reduce)):
+    operands = weight_operands(recipe.places, *(rule.places for rule in recipe.rules if rule.is_for_all))
+    for problem in chain(
+        _of_gather(recipe["gather"], operands, recipe["weight"]), _of_reduce(recipe["reduce"])
+    ):
         raise UserError(f"recipe {recipe.name!r}: {problem}")
 
 
@@ -267,12 +280,12 @@ def _of_keeping(place: str, cast: Cast) -> Iterator[str]:
         )
 
 
-def _of_gather(cast: Cast, operands: Sequence[Cast], weight: Cast | None) -> Iterator[str]:
+def _of_gather(cast: Cast, operands: Sequence[Cast], weight: Cast) -> Iterator[str]:
     """Weights that are gathered in values that the GEMMs would not use.
 
     `operands` are the casts of fprop.w and dgrad.w at any time, `weight` is the cast of the stored weight.
     """
-    if weight is not None and weight.name != "fp32":
+    if weight.name != "fp32":
         if not keeps_stored(cast, weight):
             yield (
                 f"gather = {cast.name!r}, but weights at rest in {weight.name!r} travel as they "

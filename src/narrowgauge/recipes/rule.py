@@ -1,23 +1,20 @@
 """A `Rule`: other casts in some layers of a model, or from some time on."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import ceil
 
-from narrowgauge.quantization import Cast
+from narrowgauge.recipes.places import Places
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+class Rule(Places):
     """Other casts in some layers, or from some time on.
 
     A layer is selected by any of `modules`, `first_blocks` and `last_blocks`; all empty = every layer.
 
     Attributes:
-        casts: The cast of each GEMM place that the rule changes.
-        attention: The cast of each place of attention that it changes; None for `compute`.
-        state: The cast of each state place that it changes; None for no master.
         keeps_state: Whether weights, masters and gradients of the selected layers stay in fp32, also on the
             wire.
         modules: Patterns of module names, compared with the whole name and with its last component.
@@ -32,9 +29,6 @@ class Rule:
         until_decay: Whether it no longer holds once the learning rate falls.
     """
 
-    casts: Mapping[str, Cast]
-    attention: Mapping[str, Cast | None] = field(default_factory=dict)
-    state: Mapping[str, Cast | None] = field(default_factory=dict)
     keeps_state: bool = False
     modules: tuple[str, ...] = ()
     first_blocks: float = 0
@@ -103,7 +97,7 @@ def without_moot(rules: Sequence[Rule]) -> list[Rule]:
     left: list[Rule] = []
     final: set[str] = set()  # places that such a later rule sets
     for rule in reversed(rules):
-        places = {*rule.casts, *rule.attention, *rule.state}
+        places = set(rule.places)
         if not rule.is_timed:
             final |= places
         elif places <= final and not rule.keeps_state:

@@ -36,7 +36,7 @@ def wire_formats(model: torch.nn.Module) -> dict[torch.Tensor, WireFormat]:
     for layer in model.modules():
         if isinstance(layer, Linear):
             wires[layer.weight] = WireFormat(
-                layer.recipe.reduce, layer.reduce_prescale, _holders(layer.weight)
+                layer.recipe["reduce"], layer.reduce_prescale, _holders(layer.weight)
             )
     return wires
 

@@ -43,7 +43,7 @@ from torch.utils.checkpoint import checkpoint
 
 from narrowgauge.formats import RandomStream, torch_dtype
 from narrowgauge.kernels import emulate
-from narrowgauge.kernels.recompute import contexts, is_unread, last_product
+from narrowgauge.kernels.dispatch import contexts, is_unread, last_product
 from narrowgauge.nn.gemm import Operand
 from narrowgauge.nn.observer import Observation, Observer
 from narrowgauge.nn.shards import EqualShare

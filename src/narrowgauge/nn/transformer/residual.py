@@ -59,7 +59,7 @@ class NarrowResidual(Stepped, Residual):
             index: The index of the point in the model.
         """
         torch.nn.Module.__init__(self)
-        self.recipe, self.index, self.cast = recipe, index, recipe.stream
+        self.recipe, self.index, self.cast = recipe, index, recipe["stream"]
         dtype = None if self.cast.is_scaled else torch_dtype(self.cast.element)
         self.dtype = dtype
         self.tokens: EqualShare | None = None

@@ -92,7 +92,6 @@ def rows_gap(cast: Cast) -> str:
     return _key_gap("row kernel", cast, Consumer.ROWS)
 
 
-@cache
 def passes_gap(cast: Cast) -> str:
     """Why the C passes do not compute a cast, as a clause; "" if they do."""
     if cast.element.exponent_bits == 8:

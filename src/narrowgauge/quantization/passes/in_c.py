@@ -114,7 +114,7 @@ def supports(
     """
     if not has_library(split) or split.dtype not in (torch.float32, torch.bfloat16) or dtype not in _TYPES:
         return False
-    if cast is not None and passes_gap(cast):
+    if cast is not None and _in_c(cast) is None:
         return False
     is_whole = cast is not None and bool(cast.candidates or cast.correct)
     is_flat = blocks.size[:-2] == (1,) * (len(blocks.size) - 2) or (blocks.is_one and not is_whole)
@@ -209,7 +209,9 @@ def _narrow(s: Split, result: str, wanted: Mapping[str, torch.Tensor | None]) ->
     x, cast, blocks, over, outer = s.x.contiguous(), s.cast, s.blocks, s.over, None
     fields: dict[str, Any] = _sizes(x, blocks, bool(cast.candidates or result == "sums"))
     fields |= {"x": x.data_ptr(), "x_type": _TYPES[x.dtype], "result": _RESULTS.index(result)}
-    fields |= {"cast": ctypes.pointer(_cast(cast)), "divides": int(cast.has_rounded_scales)}
+    in_c = _in_c(cast)
+    assert in_c is not None, cast  # `supports` has said so
+    fields |= {"cast": ctypes.pointer(in_c), "divides": int(cast.has_rounded_scales)}
     fields["contracts_columns"] = int(s.axis % len(blocks.size) == len(blocks.size) - 1)
     known = amax(s.x, blocks) if s.amax is None and fields["is_one"] else s.amax
     tensors = {**wanted, "amax": None if known is None else known.contiguous()}
@@ -250,9 +252,16 @@ def _random(s: Split, tensors: dict[str, torch.Tensor | None]) -> dict[str, Any]
     return {}
 
 
-@cache
-def _cast(cast: Cast) -> CastInC:
-    """What a cast says, for C."""
+def _in_c(cast: Cast) -> CastInC | None:
+    """What a cast says, for C, kept with the cast; None where the passes do not compute it."""
+    kept = vars(cast)  # not a dictionary by cast, whose hash and comparison are calls
+    if "in_c" not in kept:
+        kept["in_c"] = None if passes_gap(cast) else _made(cast)
+    found: CastInC | None = kept["in_c"]
+    return found
+
+
+def _made(cast: Cast) -> CastInC:
     fmt, candidates = format(cast.scale), cast.candidates
     rule = "fp32" if cast.scale == "fp32" else cast.scale_rule
     rule = rule or ("nvfp4" if cast.has_nvfp4_scales else "rounded")

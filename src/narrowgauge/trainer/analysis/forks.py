@@ -94,10 +94,10 @@ class Forks:
 def wide(recipe: Recipe) -> Recipe:
     """A recipe with all GEMMs of linear layers in `compute`, at any time."""
     casts = dict.fromkeys(GEMM_PLACES, make_cast(recipe.compute))
-    return recipe.with_rules((Rule(casts=casts),))
+    return recipe.with_rules((Rule(places=casts),))
 
 
 def alone(recipe: Recipe, layer: str, casts: Mapping[str, Cast]) -> Recipe:
     """A recipe like `wide`, except for some places of one layer."""
-    changed = wide(recipe).with_rules((Rule(casts=casts, modules=(layer,)),))
+    changed = wide(recipe).with_rules((Rule(places=casts, modules=(layer,)),))
     return replace(changed, name=f"{layer}: {', '.join(casts)}")

@@ -41,11 +41,10 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.kernels.attention import Attention
-from narrowgauge.kernels.dispatch import use_kernels
+from narrowgauge.kernels.dispatch import last_product, use_kernels
 from narrowgauge.kernels.dropout import Dropout
 from narrowgauge.kernels.heads import rotary, split_heads
 from narrowgauge.kernels.norm import add_norm, norm
-from narrowgauge.kernels.recompute import last_product
 from narrowgauge.kernels.residual import Residual
 from narrowgauge.system.torch_compat import has_hooks
 from narrowgauge.trainer.models.config import ModelConfig

@@ -26,8 +26,8 @@ from torch.utils.checkpoint import checkpoint
 
 from narrowgauge.kernels.attention import document_mask
 from narrowgauge.kernels.cross_entropy import cross_entropy
+from narrowgauge.kernels.dispatch import contexts
 from narrowgauge.kernels.head_loss import head_loss
-from narrowgauge.kernels.recompute import contexts
 from narrowgauge.kernels.residual import Residual, total
 from narrowgauge.system.errors import UserError
 from narrowgauge.system.torch_compat import has_hooks
@@ -51,7 +51,7 @@ class Transformer(nn.Module):
     dtype: `Transformer(config, torch.bfloat16).to(torch.bfloat16)`.
 
     Set `recompute` to n to trade time for memory: every n-th block keeps only its input for the backward pass
-    and repeats its forward pass, except for what `kernels.recompute` saves. The gradients stay the same bit
+    and repeats its forward pass, except for what `kernels.dispatch` saves. The gradients stay the same bit
     for bit. With `selective` it repeats only its MLP, and keeps the inputs of attention.
 
     Set `chunked_loss` to compute the head and the loss together, some tokens at a time (`head_loss`), if the

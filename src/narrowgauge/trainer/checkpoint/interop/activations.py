@@ -29,7 +29,7 @@ from narrowgauge.nn import Linear, NarrowAttention, NarrowResidual
 from narrowgauge.nn.histories import AmaxHistory, HeldAmax
 from narrowgauge.quantization import Cast
 from narrowgauge.quantization import cast as named_cast
-from narrowgauge.recipes.cast_layout import layout_of, unlike, written
+from narrowgauge.recipes.describe import layout_of, unlike, written
 
 _FLOAT = {"type": "float", "symmetric": True}
 _TOKEN = {"num_bits": 8, **_FLOAT, "strategy": "token", "dynamic": True}

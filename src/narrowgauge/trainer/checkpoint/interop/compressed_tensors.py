@@ -38,7 +38,7 @@ from narrowgauge.nn import Linear
 from narrowgauge.quantization import Cast, QTensor
 from narrowgauge.quantization import cast as named_cast
 from narrowgauge.recipes import ModelPlan
-from narrowgauge.recipes.cast_layout import beside, layout_of, written
+from narrowgauge.recipes.describe import beside, layout_of, written
 from narrowgauge.system.errors import UserError
 from narrowgauge.trainer.checkpoint.interop.activations import (
     NVFP4,

@@ -92,7 +92,7 @@ def check_blocks(
             _check(of_layer.state[place], weight, f"{place} of {name}")
         _check_moments(recipe, weight, name)
     tokens = _tokens(sequence_length, sequences, {"context": dims.context, "tensor": dims.tensor})
-    _check(recipe.stream, [tokens, Dimension("columns", model.dim)], "stream")
+    _check(recipe["stream"], [tokens, Dimension("columns", model.dim)], "stream")
     others = {"embedding": model.vocab_size}
     others |= {"position_embedding": model.max_sequence_length} if model.positions == "learned" else {}
     for name, rows in others.items():

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from narrowgauge.quantization import Cast, QTensor
 from narrowgauge.quantization import cast as named_cast
-from narrowgauge.recipes.cast_layout import layout_of
+from narrowgauge.recipes.describe import layout_of
 from narrowgauge.system.errors import UserError
 from narrowgauge.trainer.data.sources.records import package
 
