@@ -22,7 +22,8 @@ from typing import Any
 from narrowgauge.quantization import Cast, make_cast
 from narrowgauge.recipes import GEMM_PLACES, STATE_PLACES, Recipe, Rule
 from narrowgauge.recipes.parse import casts_from
-from narrowgauge.recipes.places import SEEN_BEFORE, have_same_numbers
+from narrowgauge.recipes.places import SEEN_BEFORE
+from narrowgauge.recipes.recipe_rules import have_same_numbers
 from narrowgauge.system.errors import UserError
 from narrowgauge.system.toml_text import toml_value
 
@@ -62,9 +63,8 @@ class Raise:
         """The same as a `[[rule]]` of a recipe file."""
         rule = self.rule(recipe)
         lines = ["[[rule]]", f"modules = {toml_value(self.layers)}", f"from_step = {self.from_step}"]
-        state = {place: "none" if cast is None else cast.name for place, cast in rule.state.items()}
-        casts = dict.fromkeys(rule.casts, self.to or recipe.compute)
-        lines += [f"{place} = {toml_value(cast)}" for place, cast in (casts | state).items()]
+        casts = {place: "none" if cast is None else cast.name for place, cast in rule.places.items()}
+        lines += [f"{place} = {toml_value(cast)}" for place, cast in casts.items()]
         return "\n".join(lines) + "\n"
 
 

@@ -57,7 +57,8 @@ from narrowgauge.quantization import (
 from narrowgauge.quantization import cast as named_cast
 from narrowgauge.quantization.passes.implementations import ROW_PLACES, rows_gap
 from narrowgauge.quantization.passes.in_c import decoded, has_library
-from narrowgauge.recipes.places import CHOOSES, have_same_numbers, reuses
+from narrowgauge.recipes.places import CHOOSES
+from narrowgauge.recipes.recipe_rules import have_same_numbers, reuses
 from narrowgauge.system.collectives import broadcast_bytes
 from narrowgauge.system.torch_compat import active_ddp, is_accumulated
 

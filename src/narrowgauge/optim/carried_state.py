@@ -28,17 +28,20 @@ that FSDP2 has sharded:
 """
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from narrowgauge.nn.linear import Linear
 from narrowgauge.nn.step_state import Stepped, counting_layers
-from narrowgauge.quantization import ParamState, state_of, stored_tensor
+from narrowgauge.optim.groups import require_served
+from narrowgauge.quantization import ParamState, QuantizedState, state_of, stored_tensor
 from narrowgauge.system.errors import UserError, require
 from narrowgauge.system.torch_compat import local_tensor
 
+TORCHS = {"m": "exp_avg", "v": "exp_avg_sq"}  # its moments in the state of torch's AdamW
+TORCHS_OPTIONS = ("lr", "betas", "eps", "weight_decay", "initial_lr")  # that both have
 PREFIX = "recipe."  # of the names in the first parameter's state
 
 
@@ -180,3 +183,40 @@ def _dtensor(t: torch.Tensor, p: DTensor, placements: Sequence[Placement], lengt
     return DTensor.from_local(
         t.contiguous(), p.device_mesh, placements, run_check=False, shape=shape, stride=stride
     )
+
+
+def from_torch(
+    state: Mapping[str, torch.Tensor], moments: Mapping[str, QuantizedState]
+) -> dict[str, torch.Tensor]:
+    """A parameter's tensors, from those of torch's AdamW; zeros before its first step."""
+    ours = {"step": state.get("step", torch.zeros((), device="cpu")).float()}
+    for place, kept in moments.items():
+        rounded = kept.like(kept.cast)
+        if (name := TORCHS.get(place, "")) in state:
+            x = local_tensor(state[name])
+            require_same_tensors({name: torch.empty(kept.shape, dtype=x.dtype, device="meta")}, {name: x})
+            rounded.write(x.to(kept.device).float())
+        ours |= {f"{place}.{key}": t for key, t in rounded.tensors.items()}
+    return ours
+
+
+def require_torchs_adamw(current: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
+    """Require that AdamW updates all groups, and that torch's optimizer updated them by the same formula."""
+    for group, options in zip(current, saved, strict=True):
+        require_served(options, ())
+        is_adam = options.get("decoupled_weight_decay") is False and options["weight_decay"]
+        if is_adam or group["algorithm"] != "adamw":
+            raise UserError(
+                f"the state of {'torch.optim.Adam with weight decay' if is_adam else 'AdamW'} is not one of "
+                f"{group['algorithm']}: load it into the same optimizer, or begin with new moments"
+            )
+
+
+def require_same_groups(current: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
+    """Require the same division of parameters into groups."""
+    sizes, saved_sizes = ([len(group["params"]) for group in groups] for groups in (current, saved))
+    if saved_sizes != sizes:
+        raise UserError(
+            f"the saved optimizer has {len(saved)} groups of {saved_sizes} parameters, and this one has "
+            f"{len(current)} of {sizes}: make the optimizer with the groups that were saved"
+        )

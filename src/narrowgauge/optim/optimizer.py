@@ -8,6 +8,11 @@ Moments are low-precision only for matrices of 4096 elements or more: smaller on
 rounding hurts them most. Weights and gradients are low-precision where `convert` made them so. The random
 bits of stochastic rounding are a function of (seed, step, tensor, element).
 
+The scale of a sharded tensor comes from its amax, and each process knows only the amax of its shard. One
+tensor at a time would cost a round trip each, more than a hundred per step. So sharded parameters are updated
+in batches of a few million elements: all in float32, then one all-reduce, then each is rounded. A parameter
+that is not sharded is updated alone, which needs float32 memory for one only.
+
 16-bit parameters that `convert` does not change are norms, biases and embeddings of a bf16 model. bfloat16
 has 8 significant bits. An update smaller than |w| 2^-9 is less than half of the last bit of w, so rounding to
 nearest returns the old w at every step: at a learning rate of 1e-5 most weights never change. The remedy
@@ -23,25 +28,26 @@ State is saved and restored bit for bit, and checked against the optimizer befor
 `torch.optim.AdamW` is taken as well: its moments are rounded once to the recipe's casts.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
-from itertools import pairwise
+from itertools import chain, pairwise, zip_longest
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
-from narrowgauge.formats import random_stream, stream_key, torch_dtype
-from narrowgauge.optim.algorithm import (
-    Algorithm,
-    NarrowParameter,
-    Tensors,
-    UpdateBatch,
-    Write,
-    batches,
-    write_all,
+from narrowgauge.formats import RandomStream, random_stream, stream_key, torch_dtype
+from narrowgauge.optim.algorithm import Algorithm, Tensors, UpdateBatch
+from narrowgauge.optim.carried_state import (
+    PREFIX,
+    TORCHS_OPTIONS,
+    CarriedState,
+    as_saved,
+    from_torch,
+    require_same_groups,
+    require_same_tensors,
+    require_torchs_adamw,
 )
-from narrowgauge.optim.carried_state import PREFIX, CarriedState, as_saved, require_same_tensors
 from narrowgauge.optim.feedback import fed_back, require_adamw
 from narrowgauge.optim.grad_norm import ModelGroup, clip_grad_norm
 from narrowgauge.optim.groups import members_of, require_served
@@ -55,6 +61,7 @@ from narrowgauge.quantization import (
     shard_of,
     state_of,
 )
+from narrowgauge.quantization.sharding.shard import all_reduce_amaxes
 from narrowgauge.quantization.state.parameter_state import drop_gradient, is_large
 from narrowgauge.recipes import Recipe, RecipeLike
 from narrowgauge.recipes import recipe as recipe_named
@@ -63,8 +70,10 @@ from narrowgauge.system.errors import UserError, require, unknown
 FP32 = make_cast("fp32")
 _FIRST_STREAM = 2**34  # above the tensor ids of layers (`nn.operands`)
 _WRITTEN = ("m", "v", "master", "weight")  # one stream for each place
-TORCHS = {"m": "exp_avg", "v": "exp_avg_sq"}  # its moments in the state of torch's AdamW
-OPTIONS = ("lr", "betas", "eps", "weight_decay", "initial_lr")  # that both have
+TENSORS_A_BATCH = 2**22  # elements of a batch
+
+NarrowParameter = tuple[torch.Tensor, Mapping[str, Any], int]  # a parameter, its group, its first stream
+Write = tuple[QuantizedState, torch.Tensor, RandomStream | None]  # destination, values, random bits
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -348,8 +357,8 @@ class Optimizer(torch.optim.Optimizer):
         }
         if any("exp_avg" in state for state in states.values()) or not any(states.values()):
             require_torchs_adamw(self.param_groups, groups)
-            states = {p: _from_torch(state, self.moments(p)) for p, state in states.items()}
-            groups = [{key: group[key] for key in OPTIONS if key in group} for group in groups]
+            states = {p: from_torch(state, self.moments(p)) for p, state in states.items()}
+            groups = [{key: group[key] for key in TORCHS_OPTIONS if key in group} for group in groups]
         own: dict[str, torch.Tensor] = {}
         carried: dict[str, torch.Tensor] = {}
         for i, state in enumerate(states.values()):
@@ -423,38 +432,32 @@ def require_dense_gradients(parameters: Iterable[torch.Tensor]) -> None:
             )
 
 
-def _from_torch(
-    state: Mapping[str, torch.Tensor], moments: Mapping[str, QuantizedState]
-) -> dict[str, torch.Tensor]:
-    """A parameter's tensors, from those of torch's AdamW; zeros before its first step."""
-    ours = {"step": state.get("step", torch.zeros((), device="cpu")).float()}
-    for place, kept in moments.items():
-        rounded = kept.like(kept.cast)
-        if (name := TORCHS.get(place, "")) in state:
-            x = local_tensor(state[name])
-            require_same_tensors({name: torch.empty(kept.shape, dtype=x.dtype, device="meta")}, {name: x})
-            rounded.write(x.to(kept.device).float())
-        ours |= {f"{place}.{key}": t for key, t in rounded.tensors.items()}
-    return ours
+def batches(narrow: Iterable[NarrowParameter]) -> Iterator[list[NarrowParameter]]:
+    """Parameters that are updated together: each alone, unless it is sharded.
+
+    Shards differ in size, but all processes must form the same batches, so the mean size counts.
+    """
+    batch: list[NarrowParameter] = []
+    size = 0
+    for item in narrow:
+        shard = shard_of(item[0])
+        elements = TENSORS_A_BATCH if shard is None else shard.shape.numel() // shard.shard_count
+        if batch and size + elements > TENSORS_A_BATCH:
+            yield batch
+            batch, size = [], 0
+        batch.append(item)
+        size += elements
+    if batch:
+        yield batch
 
 
-def require_torchs_adamw(current: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
-    """Require that AdamW updates all groups, and that torch's optimizer updated them by the same formula."""
-    for group, options in zip(current, saved, strict=True):
-        require_served(options, ())
-        is_adam = options.get("decoupled_weight_decay") is False and options["weight_decay"]
-        if is_adam or group["algorithm"] != "adamw":
-            raise UserError(
-                f"the state of {'torch.optim.Adam with weight decay' if is_adam else 'AdamW'} is not one of "
-                f"{group['algorithm']}: load it into the same optimizer, or begin with new moments"
-            )
-
-
-def require_same_groups(current: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
-    """Require the same division of parameters into groups."""
-    sizes, saved_sizes = ([len(group["params"]) for group in groups] for groups in (current, saved))
-    if saved_sizes != sizes:
-        raise UserError(
-            f"the saved optimizer has {len(saved)} groups of {saved_sizes} parameters, and this one has "
-            f"{len(current)} of {sizes}: make the optimizer with the groups that were saved"
-        )
+def write_all(updates: Iterable[Iterator[list[Write]]]) -> None:
+    """Store updated tensors, in rounds; a collective for each computes the scales of all sharded ones."""
+    for lists in zip_longest(*updates, fillvalue=()):
+        writes = list(chain(*lists))
+        sharing = [(to, x) for to, x, _ in writes if to.shares_scale]
+        amaxes: Iterator[torch.Tensor] = iter(())
+        if sharing:
+            amaxes = iter(all_reduce_amaxes([x for _, x in sharing], [to.shard for to, _ in sharing]))
+        for to, x, random in writes:
+            to.write(x, random, amax=next(amaxes) if to.shares_scale else None)

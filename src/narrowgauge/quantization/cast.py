@@ -51,8 +51,7 @@ class Cast(Keys):
         return hash((self.name, *self.values().values()))
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_hash", "in_c")  # valid in one process
-        return {key: value for key, value in vars(self).items() if key not in own}
+        return {k: v for k, v in vars(self).items() if k not in ("_hash", "in_c")}  # valid in one process
 
     def unsupported(self, consumer: Consumer) -> tuple[str, ...]:
         """The keys that are not at their defaults, and that a consumer does not support."""

@@ -12,13 +12,12 @@ if TYPE_CHECKING:
     from narrowgauge.recipes.backend import named_device as named_device
     from narrowgauge.recipes.backend import products_on as products_on
     from narrowgauge.recipes.parse import RECIPE_KEYS as RECIPE_KEYS
+    from narrowgauge.recipes.placement import DIMENSIONS as DIMENSIONS
     from narrowgauge.recipes.placement import cut_blocks as cut_blocks
     from narrowgauge.recipes.placement import kept_text as kept_text
     from narrowgauge.recipes.placement import require_attention_shapes as require_attention_shapes
     from narrowgauge.recipes.places import ATTENTION_PLACES as ATTENTION_PLACES
-    from narrowgauge.recipes.places import ATTENTION_PRODUCTS as ATTENTION_PRODUCTS
     from narrowgauge.recipes.places import CAST_TABLE as CAST_TABLE
-    from narrowgauge.recipes.places import DIMENSIONS as DIMENSIONS
     from narrowgauge.recipes.places import GAUGED_PLACES as GAUGED_PLACES
     from narrowgauge.recipes.places import GEMM_PLACES as GEMM_PLACES
     from narrowgauge.recipes.places import GEMMS as GEMMS
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from narrowgauge.recipes.places import STATE_PLACES as STATE_PLACES
     from narrowgauge.recipes.places import is_wide as is_wide
     from narrowgauge.recipes.recipe import Recipe as Recipe
+    from narrowgauge.recipes.recipe_rules import ATTENTION_PRODUCTS as ATTENTION_PRODUCTS
     from narrowgauge.recipes.registry import RecipeLike as RecipeLike
     from narrowgauge.recipes.registry import comment as comment
     from narrowgauge.recipes.registry import differs as differs

@@ -8,11 +8,23 @@ one: blocks of 4096 rows on 257 rows are blocks of 257. So the plan, a run and i
 from collections.abc import Iterator, Sequence
 
 from narrowgauge.quantization import Cast
-from narrowgauge.recipes.places import DIMENSIONS, STREAM
+from narrowgauge.recipes.places import STATE_PLACES, STREAM
 from narrowgauge.recipes.recipe import Recipe
 from narrowgauge.recipes.resolve import HEADS, ModelPlan, found_patterns, operands_of, state_of
 from narrowgauge.system.errors import UserError
 
+# For the tensor in each place of a linear layer: the dimension that remains in the GEMM's result, and the one
+# that it contracts. M tokens, N outputs, K inputs.
+DIMENSIONS = {
+    "fprop.x": "MK",
+    "saved": "MK",
+    "fprop.w": "NK",
+    "dgrad.dy": "MN",
+    "dgrad.w": "KN",
+    "wgrad.dy": "NM",
+    "wgrad.x": "KM",
+    **dict.fromkeys(STATE_PLACES, "NK"),
+}
 #: The (remaining, contracted) dimensions of places of attention, in each of their matmuls, and of the stream:
 #: T tokens of a sequence, queries or keys; H head_dim; D the width of the stream.
 _DIMENSIONS = {
@@ -110,7 +122,7 @@ def _sentence(key: tuple[str, str, int], places: list[str], sizes: dict[str, int
 def spans(dimensions: str, cast: Cast) -> Iterator[tuple[str, str, int]]:
     """(what, dimension, size) of everything a cast lays along a dimension in pieces of a fixed size.
 
-    `dimensions` are a tensor's (remaining, contracted) ones, as in `places.DIMENSIONS`.
+    `dimensions` are a tensor's (remaining, contracted) ones, as in `DIMENSIONS`.
     """
     if not cast.is_scaled:
         return

@@ -20,20 +20,8 @@ from typing import Any
 from narrowgauge.formats import Format, format_facts, own_formats
 from narrowgauge.quantization import Cast
 from narrowgauge.recipes.parse import fields_of, modules_from, recipe_fields
-from narrowgauge.recipes.places import (
-    FP32,
-    GEMMS,
-    GRADIENT_PLACES,
-    IN_FP32,
-    STATE_PLACES,
-    Places,
-    fitting_gather,
-    is_wide,
-    weight_operands,
-    wide_backward,
-    wide_operands,
-)
-from narrowgauge.recipes.recipe_rules import require_recipe
+from narrowgauge.recipes.places import FP32, GEMMS, GRADIENT_PLACES, IN_FP32, Places, is_wide, wide_operands
+from narrowgauge.recipes.recipe_rules import fitting_gather, require_recipe, weight_operands, wide_backward
 from narrowgauge.recipes.rule import Rule, without_moot
 from narrowgauge.system.errors import UserError
 from narrowgauge.system.toml_text import parse_toml, toml_key, toml_value
@@ -182,7 +170,7 @@ class Recipe(Places):
             if not (rule.state and rule.is_timed):
                 rules.append(rule)
                 continue
-            others = {place: cast for place, cast in rule.places.items() if place not in STATE_PLACES}
+            others = {place: cast for place, cast in rule.places.items() if place not in rule.state}
             rules += [replace(rule, places=others)] if others else []
             if rule.holds(step, steps, decay):
                 first, last = rule.first_blocks, rule.last_blocks
@@ -194,7 +182,7 @@ class Recipe(Places):
         """This recipe with the same forward pass, and a backward pass in fp32 that rounds nothing.
 
         An operand that the backward pass makes from values of the forward pass is those values
-        (`places.wide_backward`). So the mean of unbiased roundings is this recipe's gradient.
+        (`recipe_rules.wide_backward`). So the mean of unbiased roundings is this recipe's gradient.
         """
         gradients = dict.fromkeys(GRADIENT_PLACES, FP32)
 

@@ -2,6 +2,15 @@
 
 A rule yields a sentence for what is wrong, with the way out; `require_place` and `require_recipe` raise the
 first.
+
+**gather** Devices that each hold a shard of a weight gather the shards before a GEMM. Sending them in low
+precision must change nothing: the GEMM has to see, bit for bit, what it would see of the full wide weight. So
+a weight is sent in the cast that fprop.w and dgrad.w both have, if that cast has no scale or one for the full
+tensor (agreed on beforehand, from the amax of all shards) and rounds to nearest. A quantized weight is sent
+as its stored bytes. Anything else is sent in fp32.
+
+**reduce** Devices add their gradients. Narrow formats are rounded after every addition here, so this place
+changes the trajectory of a run on several devices (MS-AMP uses FP8 with scales that all devices share).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,8 +22,8 @@ from narrowgauge.quantization import Cast
 from narrowgauge.quantization.keys import Consumer
 from narrowgauge.recipes.places import (
     ATTENTION,
-    ATTENTION_PRODUCTS,
     CHOOSES,
+    FP32,
     GEMM_PLACES,
     KEEPING,
     MEETS,
@@ -22,12 +31,19 @@ from narrowgauge.recipes.places import (
     STATE_PLACES,
     STREAM,
     Places,
-    keeps_products,
-    keeps_stored,
-    weight_operands,
+    values_of,
 )
 from narrowgauge.system.errors import UserError
 
+#: The two operands of each matmul of attention: the forward pass first.
+ATTENTION_PRODUCTS: Mapping[str, tuple[str, str]] = {
+    "q kᵀ": ("attention.q", "attention.k"),
+    "p v": ("attention.p", "attention.v"),
+    "pᵀ do": ("attention.p", "attention.do"),
+    "do vᵀ": ("attention.do", "attention.v"),
+    "ds k": ("attention.ds", "attention.k"),
+    "dsᵀ q": ("attention.ds", "attention.q"),
+}
 #: Why state lacks a key; any other key gets the generic sentence.
 _NOT_IN_STATE = {
     "center": "state has no tokens",
@@ -308,3 +324,58 @@ def _of_reduce(cast: Cast) -> Iterator[str]:
             f"reduce = {cast.name!r}, but gradients are added up in {', '.join(WIDE)}, or in "
             "codes of a byte under one fp32 scale a tensor, such as e4m3, each sum rounded to the nearest"
         )
+
+
+def have_same_numbers(casts: Mapping[str, Cast], a: str, b: str) -> bool:
+    """Whether two places see the same values of the same tensor, whatever the axis."""
+    return casts[a] == casts[b] and casts[a].ignores_axis and not casts[a].is_random
+
+
+def reuses(place: str, casts: Mapping[str, Cast], saved: str | Cast) -> bool:
+    """Whether dgrad.w or wgrad.x uses the values of the forward pass, or something made from them."""
+    is_kept = place != "wgrad.x" or isinstance(saved, str)
+    return is_kept and (bool(casts[place].of) or have_same_numbers(casts, SEEN_BEFORE[place], place))
+
+
+def wide_backward(casts: Mapping[str, Cast], saved: str | Cast) -> dict[str, Cast]:
+    """The casts of a backward pass that rounds nothing, but starts from the same values as these casts.
+
+    An operand made from values of the forward pass is those values as they are; any other is the tensor in
+    fp32.
+    """
+    wide = dict.fromkeys((p for p in GEMM_PLACES if not p.startswith("fprop.")), FP32)
+    for place in ("dgrad.w", "wgrad.x"):
+        if reuses(place, casts, saved) or (place == "wgrad.x" and saved == "operand"):
+            wide[place] = values_of(SEEN_BEFORE[place])
+    return wide
+
+
+def weight_operands(*given: Mapping[str, Cast | None]) -> tuple[Cast, ...]:
+    """The casts of a weight in GEMMs, of those that a recipe and its rules for all layers put into places.
+
+    A GEMM that reuses another's values as they are has no separate cast.
+    """
+    found = (casts.get(place) for casts in given for place in ("fprop.w", "dgrad.w"))
+    return tuple(cast for cast in found if cast is not None and (not cast.of or cast.is_scaled))
+
+
+def fitting_gather(requested: Cast, operands: Sequence[Cast], weight: Cast) -> Cast:
+    """The requested cast if it changes no GEMM, else one that changes none: the weight's, or fp32."""
+    if weight.name != "fp32":
+        stored = weight.having(rounding="nearest-even", feedback="")
+        return next((c for c in (requested, stored) if keeps_stored(c, weight)), FP32)
+    return requested if keeps_products(requested, operands) else FP32
+
+
+def keeps_stored(cast: Cast, weight: Cast) -> bool:
+    """Whether a quantized weight keeps its values in this cast."""
+    is_same = cast == weight.having(rounding=cast.rounding, feedback=cast.feedback)
+    return cast.name == "fp32" or (is_same and weight.block is None)
+
+
+def keeps_products(cast: Cast, operands: Sequence[Cast]) -> bool:
+    """Whether GEMMs see the same values of a weight sent in this cast as of one in fp32."""
+    if cast.name == "fp32":
+        return True
+    is_one = cast.scale == "fp32" or not cast.is_scaled
+    return is_one and not cast.unsupported(Consumer.GATHER) and all(c == cast for c in operands)
