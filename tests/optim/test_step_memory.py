@@ -12,7 +12,6 @@ SIZE = 64  # of square matrices, large enough for narrow moments
 def peak(act):
     """The most bytes that are alive at once, of those that a call allocates."""
     recorder = Recorder("cpu")
-    recorder.live.begin()
     with recorder:
         act()
     return recorder.live.peak

@@ -5,6 +5,7 @@ and at the tensor's next use.
 """
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,9 +16,11 @@ from narrowgauge.quantization import NarrowTensor
 from narrowgauge.quantization.state.gradient_state import NarrowGradient
 from narrowgauge.system.torch_compat import local_tensor, storage_key
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
 
 class _Storage:
-    """A live storage: its bytes since `LiveBytes.begin`, and its bytes from before."""
+    """A live storage: the bytes that an operation allocated, and those that were there before."""
 
     __slots__ = ("before", "new", "reference")
 
@@ -29,50 +32,41 @@ class LiveBytes:
     """Counts the bytes of tensors on one type of device.
 
     Attributes:
-        alive: the bytes alive now, in storages allocated since `begin`.
-        peak: the most bytes that were alive since `begin` or `begin_peak`.
+        alive: the bytes alive now, in storages that operations allocated.
+        peak: the most bytes that were alive, since `begin_peak` if it was called.
     """
 
     def __init__(self, device: str, allocation: int = 1) -> None:
         """Count storages on a type of device, in whole multiples of `allocation` bytes."""
-        self.device, self.allocation = device, allocation
+        self.is_on_meta, self.allocation = device == "meta", allocation
         self.alive = self.peak = 0
         self._storages: dict[int, _Storage] = {}
-
-    def begin(self) -> None:
-        """Count from here on; storages alive now belong to the time before."""
-        for known in self._storages.values():
-            known.before, known.new = known.before + known.new, 0
-        self.alive = 0
-        self.begin_peak()
 
     def begin_peak(self) -> None:
         """Record the peak from here on."""
         self.peak = self.alive
 
-    def see(self, tree: Any, is_new: bool) -> None:
+    def see(self, values: Sequence[Any], is_new: bool) -> None:
         """Count the tensors of an operation: its results, which are new, or its arguments, which are not."""
-        if isinstance(tree, torch.Tensor):
-            self._see(tree, is_new)
-        elif isinstance(tree, (list, tuple)):
-            for branch in tree:
-                if branch is not None and not isinstance(branch, (int, float, str)):
-                    self.see(branch, is_new)
-        elif isinstance(tree, dict):
-            for branch in tree.values():
-                self.see(branch, is_new)
-
-    def _see(self, tensor: torch.Tensor, is_new: bool) -> None:
-        t = _with_memory(tensor)
-        if t is None or t.device.type != self.device:
-            return
-        storage = t.untyped_storage()
-        key, size = storage_key(storage), -(-storage.nbytes() // self.allocation) * self.allocation
-        known = self._storages.get(key)
-        if known is not None:
-            if size != known.new + known.before:
+        for value in values:
+            if type(value) in _PLAIN:
+                t = value
+            elif isinstance(value, (list, tuple)):
+                self.see(value, is_new)
+                continue
+            elif (t := _with_memory(value)) is None:
+                continue
+            if t.is_meta is not self.is_on_meta:
+                continue
+            storage = t.untyped_storage()
+            key, size = storage_key(storage), -(-storage.nbytes() // self.allocation) * self.allocation
+            known = self._storages.get(key)
+            if known is None:
+                self._begin(storage, key, size, is_new)
+            elif size != known.new + known.before:
                 self._resize(known, size)
-            return
+
+    def _begin(self, storage: torch.UntypedStorage, key: int, size: int, is_new: bool) -> None:
         reference = weakref.ref(storage, lambda _: self._forget(key))
         self._storages[key] = _Storage(reference, size if is_new else 0, 0 if is_new else size)
         if is_new:
@@ -100,12 +94,11 @@ class LiveBytes:
                     self._resize(known, size)
 
 
-def _with_memory(x: torch.Tensor) -> torch.Tensor | None:
+def _with_memory(x: Any) -> torch.Tensor | None:
     """The tensor that owns the storage of an operation's argument or result; None if there is none."""
-    if type(x) is torch.Tensor:
-        return x
     if isinstance(x, DTensor):
-        return _with_memory(local_tensor(x))
+        x = local_tensor(x)
     if isinstance(x, GatheredWeight):
         return x.numbers
-    return None if isinstance(x, NarrowTensor | NarrowGradient) else x  # their codes are seen elsewhere
+    # the codes of narrow tensors are seen elsewhere
+    return x if isinstance(x, torch.Tensor) and not isinstance(x, NarrowTensor | NarrowGradient) else None

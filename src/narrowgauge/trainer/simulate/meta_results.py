@@ -16,31 +16,58 @@ from narrowgauge.system.torch_compat import is_in_place, is_view_operation, stor
 
 _Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_VALUES = frozenset(
+    (type(None), int, float, bool, str, torch.dtype, torch.device, torch.memory_format, torch.layout)
+)
 _MOST = 20_000  # results cached in a process
+_WRITES = "the first argument"  # of an operation that wrote values into it, and did nothing else
+
+_known: dict[Any, _Layout | str | None] = {}  # None: the result shares memory, or is of another kind
 
 
-class _NoKey(Exception):
-    """An argument is of a kind that cannot be part of a key."""
+def flatten(values: Sequence[Any], tensors: list[torch.Tensor], key: list[Any]) -> bool:
+    """Collect the tensors of arguments, and the key of a result, which tells 1, 1.0 and True apart.
+
+    Returns whether all arguments can be part of a key.
+    """
+    can = True
+    for value in values:
+        kind = type(value)
+        if kind in _PLAIN:
+            tensors.append(value)
+            key += (value.shape, value.stride(), value.dtype, value.is_meta)
+        elif kind in _VALUES:
+            key += (kind, value)
+        elif kind is list or kind is tuple:
+            key.append(len(value))
+            can &= flatten(value, tensors, key)
+        else:
+            can = False
+            if isinstance(value, torch.Tensor):
+                tensors.append(value)
+    return can
 
 
-_known: dict[Any, _Layout | None] = {}  # None: the result shares memory, or is of another kind
-_only_writes: set[Any] = set()  # operations that wrote values into their first argument, and did nothing else
+def meta_result(
+    func: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    tensors: Sequence[torch.Tensor],
+    parts: Sequence[Any],
+) -> Any:
+    """The result of an operation: a new tensor of the cached layout or the one written into, if known.
 
-
-def meta_result(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The result of an operation: a new tensor of the cached layout or the one written into, if known."""
-    if func.namespace == "c10d" or is_view_operation(func):
+    `tensors` and `parts` are those of its arguments (`flatten`).
+    """
+    if not tensors or is_view_operation(func) or func.namespace == "c10d":
         return func(*args, **kwargs)
-    tensors: list[torch.Tensor] = []
-    try:
-        key = (func, torch.get_default_dtype(), _key(args, tensors), _key(tuple(kwargs.items()), tensors))
-    except _NoKey:
-        return func(*args, **kwargs)
-    if key in _only_writes:
+    key = (id(func), torch.get_default_dtype(), *parts)
+    layout = _known.get(key, "")
+    if layout is _WRITES:
         return args[0]
-    if (layout := _known.get(key)) is not None:
+    if isinstance(layout, tuple):
         return torch.empty_strided(*layout[:2], dtype=layout[2], device="meta")
-    if key in _known or len(_known) + len(_only_writes) >= _MOST or not tensors:
+    if layout is None or len(_known) >= _MOST:
         return func(*args, **kwargs)
     if not is_in_place(func):
         out = func(*args, **kwargs)
@@ -48,10 +75,8 @@ def meta_result(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
         return out
     before = [_place(t) for t in tensors]
     out = func(*args, **kwargs)
-    if out is args[0] and out.is_meta and before == [_place(t) for t in tensors]:
-        _only_writes.add(key)
-    else:
-        _known[key] = None
+    only_writes = out is args[0] and out.is_meta and before == [_place(t) for t in tensors]
+    _known[key] = _WRITES if only_writes else None
     return out
 
 
@@ -59,25 +84,6 @@ def _place(x: torch.Tensor) -> tuple[Any, ...]:
     """The layout of a tensor and the memory that it has."""
     storage = x.untyped_storage()
     return x.shape, x.stride(), x.storage_offset(), storage_key(storage), storage.nbytes()
-
-
-def _key(values: Sequence[Any], tensors: list[torch.Tensor]) -> tuple[Any, ...]:
-    """The key of a result, which distinguishes 1, 1.0 and True. `tensors` collects the tensors in it."""
-    parts: list[Any] = []
-    for value in values:
-        kind = type(value)
-        if kind in _PLAIN:
-            tensors.append(value)
-            parts.append((value.shape, value.stride(), value.dtype, value.is_meta))
-        elif kind is list or kind is tuple:
-            parts.append(_key(value, tensors))
-        elif value is None or kind in (int, float, bool, str, torch.dtype, torch.device):
-            parts.append((kind, value))
-        elif kind in (torch.memory_format, torch.layout):
-            parts.append(value)
-        else:
-            raise _NoKey
-    return tuple(parts)
 
 
 def _layout(out: Any, tensors: Sequence[torch.Tensor]) -> _Layout | None:

@@ -25,7 +25,7 @@ from narrowgauge.quantization.state.gradient_state import NarrowGradient
 from narrowgauge.system.devices import GpuWork
 from narrowgauge.system.torch_compat import TorchDispatchMode, operation_name
 from narrowgauge.trainer.simulate.live_bytes import LiveBytes
-from narrowgauge.trainer.simulate.meta_results import meta_result
+from narrowgauge.trainer.simulate.meta_results import flatten, meta_result
 from narrowgauge.trainer.simulate.operations import Cost, cost_of, shown_bytes
 
 #: Modules that make operands of matmuls, and scale their results: what they call belongs to them.
@@ -74,7 +74,6 @@ class Recorder(TorchDispatchMode):
         self.phase = ""
         self.live, self.traffic = LiveBytes(device, allocation), CommCounter()
         self.parts = defaultdict[str, Part](Part)
-        self._result = meta_result if device == "meta" else _run
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -85,12 +84,16 @@ class Recorder(TorchDispatchMode):
         if func.namespace == "c10d":
             self.live.update_all()
             self.traffic.count(func, args)
-        self.live.see(args, is_new=False)
-        self.live.see(kwargs, is_new=False)
+        tensors: list[torch.Tensor] = []
+        key: list[Any] = []
+        has_key = flatten((*args, *kwargs, *kwargs.values()), tensors, key)
+        self.live.see(tensors, is_new=False)
         known, out = self._of_host(func, args, kwargs)
-        if not known:
-            out = self._result(func, args, kwargs)
-        self.live.see(out, is_new=True)
+        if not known and self.live.is_on_meta and has_key:
+            out = meta_result(func, args, kwargs, tensors, key)
+        elif not known:
+            out = func(*args, **kwargs)
+        self.live.see(out if isinstance(out, (list, tuple)) else (out,), is_new=True)
         if self.phase:
             cost = cost_of(func, args, kwargs, out)
             if cost is not None:
@@ -149,10 +152,6 @@ class Recorder(TorchDispatchMode):
 
     def _call(self) -> None:
         self.parts[self.phase].functions += 1
-
-
-def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    return func(*args, **kwargs)
 
 
 class _Lists(TorchFunctionMode):

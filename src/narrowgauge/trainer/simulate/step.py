@@ -87,16 +87,14 @@ def simulate_step(
         if is_counted:
             stack.enter_context(imagine(count_on, recorder.told))
             stack.enter_context(recorder.watching())
-        else:
-            stack.enter_context(recorder)
         trainer = Trainer.begin(config.model_copy(update=few), meta, mesh)
         x_BT = torch.empty(size, dtype=torch.long, device=meta)
         batch = Batch(x_BT, x_BT, x_BT.numel(), x_BT if config.data.separate_documents else None)
         step = SimulatedStep(recorder)
         if is_counted:
             recorder.live.begin_peak()
-        else:
-            recorder.live.begin()
+        else:  # what exists by now belongs to no step
+            stack.enter_context(recorder)
         step.sent.append(recorder.traffic.by_ranks.copy())
         observer = _Observer(step, trainer, is_counted)
         trainer.train_step(iter([batch] * micro_batches), observer.after_forward, cast(Gauges, observer))
