@@ -72,13 +72,9 @@ def fitting(
     Returns:
         Command-line options and the expected memory with them; None if nothing makes it fit.
     """
-    known: dict[str, Memory] = {}
 
     def tried(change: Change) -> Memory:
-        options = _options(change)
-        if options not in known:
-            known[options] = estimate_memory(_changed(config, change), parallel_dims)
-        return known[options]
+        return estimate_memory(_changed(config, change), parallel_dims)
 
     def first(changes: Sequence[Change]) -> Change | None:
         """The first change that fits together with settings."""

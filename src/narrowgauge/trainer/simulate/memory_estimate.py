@@ -1,15 +1,19 @@
 """Estimates the memory and traffic of a step from simulated steps of few blocks and few micro-batches."""
 
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from narrowgauge.distributed import ParallelDims
+from narrowgauge.system.devices import imagined
 from narrowgauge.trainer.models import count_parameters
 from narrowgauge.trainer.simulate.few_blocks import few_blocks, has_equal_blocks, with_layers
 from narrowgauge.trainer.simulate.memory import Memory
-from narrowgauge.trainer.simulate.step import ALONE, Sent, SimulatedStep, simulate_step
+from narrowgauge.trainer.simulate.step import ALONE, Sent, simulate_step
 from narrowgauge.trainer.training.config.config import Config
 
 
@@ -21,6 +25,9 @@ class StepEstimate:
     sent: Mapping[tuple[str, tuple[int, ...]], int]  # bytes by (purpose, ranks of the group)
 
 
+_known: dict[object, StepEstimate] = {}
+
+
 def estimate_memory(config: Config, parallel_dims: ParallelDims = ALONE) -> Memory:
     """The expected memory of a step on the process that needs the most."""
     return estimate_step(config, parallel_dims).memory
@@ -29,14 +36,19 @@ def estimate_memory(config: Config, parallel_dims: ParallelDims = ALONE) -> Memo
 def estimate_step(config: Config, parallel_dims: ParallelDims = ALONE) -> StepEstimate:
     """The expected step of the process that needs the most: in a pipeline the first or last, else any.
 
-    A model of many blocks is estimated by linear extrapolation from models of few.
+    A model of many blocks is estimated by linear extrapolation from models of few. A plan asks for some steps
+    twice, so those on simulated GPUs are remembered.
     """
-    parts, parameters = _parts(config, parallel_dims), count_parameters(config.spec.model)
-    steps = [  # extrapolated per process: with few layers another process may be the heaviest
-        _sum([(_step(with_layers(config, n), parallel_dims, rank), w) for n, w in parts], parameters)
-        for rank in _first_and_last_rank(parallel_dims)
-    ]
-    return max(steps, key=lambda step: step.memory.peak)
+    gpu, kernels = imagined(torch.device("meta")), os.environ.get("NARROWGAUGE_KERNELS")
+    key = gpu, kernels, parallel_dims, repr(config.spec.recipe), config.model_dump_json()
+    if gpu is None or key not in _known:
+        parts, parameters = _parts(config, parallel_dims), count_parameters(config.spec.model)
+        steps = [  # extrapolated per process: with few layers another process may be the heaviest
+            _sum([(_step(with_layers(config, n), parallel_dims, rank), w) for n, w in parts], parameters)
+            for rank in _first_and_last_rank(parallel_dims)
+        ]
+        _known[key] = max(steps, key=lambda step: step.memory.peak)
+    return _known[key]
 
 
 def _parts(config: Config, parallel_dims: ParallelDims) -> list[tuple[int, float]]:
@@ -57,11 +69,7 @@ def _parts(config: Config, parallel_dims: ParallelDims) -> list[tuple[int, float
 
 def _first_and_last_rank(parallel_dims: ParallelDims) -> list[int]:
     """A rank of the first stage and one of the last; without a pipeline all ranks are equal."""
-    return (
-        [0]
-        if parallel_dims.pipeline == 1
-        else [0, parallel_dims.size - parallel_dims.size // parallel_dims.pipeline]
-    )
+    return sorted({0, parallel_dims.size - parallel_dims.size // parallel_dims.pipeline})
 
 
 def _sum(parts: Sequence[tuple[StepEstimate, float]], parameters: int) -> StepEstimate:
@@ -83,13 +91,14 @@ def _step(config: Config, parallel_dims: ParallelDims, rank: int) -> StepEstimat
     fewer, simulated = _simulated(parallel_dims)
     step = simulate_step(config, min(count, simulated), parallel_dims, rank)
     assert step.memory is not None
-    total = _sent(step)
+    total = step.sent[-1] - step.sent[0]
     further = max(0, count - simulated) / (simulated - fewer)
     if parallel_dims.pipeline > 1 and further:
         before = simulate_step(config, fewer, parallel_dims, rank)
         assert before.memory is not None
-        last = (StepEstimate(step.memory, total), 1 + further)
-        return _sum([(StepEstimate(before.memory, _sent(before)), -further), last], step.memory.parameters)
+        first = StepEstimate(before.memory, before.sent[-1] - before.sent[0])
+        last = StepEstimate(step.memory, total), 1 + further
+        return _sum([(first, -further), last], step.memory.parameters)
     for key, size in _repeated(step.sent[-1] - step.sent[2], parallel_dims).items() if further else ():
         total[key] += int(further) * size
     return StepEstimate(step.memory, total)
@@ -104,11 +113,6 @@ def _simulated(parallel_dims: ParallelDims) -> tuple[int, int]:
     stages = parallel_dims.pipeline
     several = (3 * stages, 4 * stages) if parallel_dims.chunks > 1 else (stages + 1, stages + 2)
     return several if stages > 1 else (1, 2)
-
-
-def _sent(step: SimulatedStep) -> Sent:
-    """The bytes that a step has sent."""
-    return step.sent[-1] - step.sent[0]
 
 
 def _repeated(after_first: Sent, parallel_dims: ParallelDims) -> Sent:
