@@ -22,10 +22,10 @@ def child(*command):
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-#: Calls of Python functions of one micro-batch of Qwen2.5-1.5B. They repeat exactly: 61,087 and 31,631 with
+#: Calls of Python functions of one micro-batch of Qwen2.5-1.5B. They repeat exactly: 60,861 and 31,405 with
 #: Python 3.11 and torch 2.13; other versions differ by some of the margin that is added here. Whoever lowers
 #: them lowers these.
-MOST = {"fp8": 61_200, "bf16": 33_200}
+MOST = {"fp8": 61_000, "bf16": 33_000}
 
 
 @pytest.mark.tier("thorough")  # compiles kernels; the time is for benchmarks/host.py to compare

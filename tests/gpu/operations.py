@@ -15,9 +15,8 @@ from torch.testing import assert_close
 from narrowgauge.formats import random_stream, stream_key
 from narrowgauge.kernels import adamw as narrow_adamw
 from narrowgauge.kernels import emulate, quantize
-from narrowgauge.kernels.amax import attached_amax
 from narrowgauge.kernels.attention import attend
-from narrowgauge.kernels.cast import emulate_rows
+from narrowgauge.kernels.cast import attached_amax, emulate_rows
 from narrowgauge.kernels.cross_entropy import cross_entropy
 from narrowgauge.kernels.gradient_sum import add_gradient, through_rounding
 from narrowgauge.kernels.head_loss import head_loss

@@ -7,10 +7,10 @@ from narrowgauge.kernels import amax as amax_room
 from narrowgauge.kernels.amax import (
     _NUMBERS,
     attach_amax,
-    attached_amax,
     begin_amaxes,
     new_amax,
 )
+from narrowgauge.kernels.cast import attached_amax
 
 CPU = torch.device("cpu")
 

@@ -18,7 +18,7 @@ from kernels.common import (
     needs_c,
     normal,
 )
-from narrowgauge.kernels.amax import attached_amax
+from narrowgauge.kernels.cast import attached_amax
 from narrowgauge.kernels.norm import add_norm, reference
 
 FEW, TINY = 2.0**-18, 2.0**-40

@@ -7,10 +7,10 @@ may be atomic. The value starts as zero (`new_amax`). One launch produces the ze
 would take longer than the work for one.
 
 The amax is attached to the tensor by its writer (`attach_amax`), and read by the layer that casts it
-(`attached_amax`): in the forward pass by a linear layer after a norm or an activation, in the backward pass,
-where autograd carries only a gradient from one function to the next, by one before them. It is valid for that
-tensor, or a view of all of it, until the tensor is written in place. What a hook returns, and a sum of
-gradients, is another tensor and has none attached.
+(`cast.attached_amax`): in the forward pass by a linear layer after a norm or an activation, in the backward
+pass, where autograd carries only a gradient from one function to the next, by one before them. It is valid
+for that tensor, or a view of all of it, until the tensor is written in place. What a hook returns, and a sum
+of gradients, is another tensor and has none attached.
 """
 
 from collections.abc import Iterator
@@ -22,9 +22,9 @@ from torch import Tensor
 
 from narrowgauge.system.collectives import local_amax
 from narrowgauge.system.devices import imagined
-from narrowgauge.system.torch_compat import base_of, version_of
+from narrowgauge.system.torch_compat import version_of
 
-_ATTACHED = "_narrowgauge_amax"
+ATTACHED = "_narrowgauge_amax"
 
 _NUMBERS = 1024  # zeros per launch; Qwen2.5-1.5B uses 230 per micro-batch
 _APART = 4  # each starts at a multiple of 16 bytes: Triton specializes code by alignment
@@ -84,18 +84,7 @@ def attach_amax(tensor: Tensor, amax: Tensor) -> None:
     Tensors of `torch.inference_mode` count no writes, so they get none.
     """
     if not tensor.is_inference():
-        setattr(tensor, _ATTACHED, (amax, version_of(tensor)))
-
-
-def attached_amax(x: Tensor) -> Tensor | None:
-    """The amax attached to `x`, or to the tensor of which it is a full view; None if that was modified."""
-    if torch.compiler.is_compiling() or x.is_inference():
-        return None
-    owner, base = x, base_of(x)
-    if base is not None and not hasattr(x, _ATTACHED) and _is_full_view(x, base):
-        owner = base
-    known: tuple[Tensor, int] | None = getattr(owner, _ATTACHED, None)
-    return known[0] if known is not None and known[1] == version_of(x) else None
+        setattr(tensor, ATTACHED, (amax, version_of(tensor)))
 
 
 def raise_amax(seen: Tensor, tensor: Tensor, amax: Tensor | None = None) -> None:
@@ -103,14 +92,3 @@ def raise_amax(seen: Tensor, tensor: Tensor, amax: Tensor | None = None) -> None
     if tensor.numel():
         amax = local_amax(tensor).float() if amax is None else amax
         torch.maximum(seen, torch.where(amax.isfinite(), amax, 0.0), out=seen)
-
-
-def _is_full_view(view: Tensor, base: Tensor) -> bool:
-    """Whether a view has all elements of its base, each once."""
-    return (
-        view.dtype == base.dtype
-        and view.numel() == base.numel()
-        and view.storage_offset() == base.storage_offset()
-        and view.is_contiguous()
-        and base.is_contiguous()
-    )

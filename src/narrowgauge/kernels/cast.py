@@ -26,7 +26,7 @@ from dataclasses import replace
 import torch
 
 from narrowgauge.formats import RandomStream
-from narrowgauge.kernels.amax import raise_amax
+from narrowgauge.kernels.amax import ATTACHED, raise_amax
 from narrowgauge.kernels.dispatch import use_kernels
 from narrowgauge.quantization import DEFAULT_CONTEXT, Cast, QTensor, QuantContext
 from narrowgauge.quantization.keys import Consumer
@@ -35,6 +35,18 @@ from narrowgauge.quantization.passes.in_c import c_library
 from narrowgauge.quantization.quantize import emulate_in_context, operand_dtype, quantize_in_context
 from narrowgauge.quantization.transforms import quantile_ranks
 from narrowgauge.system.collectives import local_amax
+from narrowgauge.system.torch_compat import base_of, version_of
+
+
+def attached_amax(x: torch.Tensor) -> torch.Tensor | None:
+    """The amax attached to `x`, or to the tensor of which it is a full view; None if that was modified."""
+    if torch.compiler.is_compiling() or x.is_inference():
+        return None
+    owner = x if hasattr(x, ATTACHED) else base_of(x)
+    known: tuple[torch.Tensor, int] | None = getattr(owner, ATTACHED, None)
+    if owner is None or known is None or known[1] != version_of(x):
+        return None
+    return known[0] if owner is x or _is_full_view(x, owner) else None
 
 
 def quantize(
@@ -250,3 +262,14 @@ def _(
         shape[axis] = (shape[axis] + c.hadamard - 1) // c.hadamard * c.hadamard
     operand = x.new_empty(shape, dtype=operand_dtype(c, dtype))
     return operand, x.new_empty(() if c.scales_result else (0,), dtype=torch.float32)
+
+
+def _is_full_view(view: torch.Tensor, base: torch.Tensor) -> bool:
+    """Whether a view has all elements of its base, each once."""
+    return (
+        view.dtype == base.dtype
+        and view.numel() == base.numel()
+        and view.storage_offset() == base.storage_offset()
+        and view.is_contiguous()
+        and base.is_contiguous()
+    )

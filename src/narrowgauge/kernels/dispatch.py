@@ -106,8 +106,7 @@ def converts_to_fp8(device: torch.device) -> bool:
 
     Ada also has the instruction, but for Ada Triton first converts to float16, rounding toward zero, and
     rounds that to FP8. Values slightly above the midpoint of two codes then become the midpoint, and
-    sometimes the lower
-    code: 0.4 % of codes differ.
+    sometimes the lower code: 0.4 % of codes differ.
     """
     if (facts := imagined(device)) is not None:
         return facts.maker == "nvidia" and facts.capability >= (9, 0)

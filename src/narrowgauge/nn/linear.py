@@ -20,8 +20,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from narrowgauge.kernels import quantize
-from narrowgauge.kernels.amax import attached_amax
-from narrowgauge.kernels.dispatch import use_kernels
+from narrowgauge.kernels.cast import attached_amax
 from narrowgauge.nn.gemm import NATIVE
 from narrowgauge.nn.histories import History, history_of
 from narrowgauge.nn.linear_function import autocast_disabled, linear_function
@@ -163,7 +162,7 @@ class Linear(Stepped, SeesFSDP, torch.nn.Linear):
         if self.shards.before is not None:
             input = self.shards.before(input)
         weight = self._oriented_weight()
-        operands = self.operands(input, weight, attached_amax(input) if use_kernels(input) else None)
+        operands = self.operands(input, weight, attached_amax(input))
         bias: torch.Tensor | None = self.bias if with_bias else None
         if not input.numel():  # no tokens, no values to narrow: zeros, and gradients of zero
             bias = None if bias is None else bias.to(input.dtype)
@@ -334,7 +333,7 @@ class Linear(Stepped, SeesFSDP, torch.nn.Linear):
         return self.weight.device
 
     def _use_rules(self, step: int, steps: int | None, decay: int | None) -> None:
-        casts = casts_at(self.recipe, step, steps, decay)
+        casts = casts_at(self.recipe, step, steps, decay) if self.recipe.rules else self.spec.casts
         if casts != self.spec.casts:  # else the same object, so that compiled code stays valid
             self.spec = replace(self.spec, casts=casts)
 

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from narrowgauge.kernels import emulate
-from narrowgauge.kernels.amax import attached_amax
-from narrowgauge.kernels.dispatch import is_discarding, is_unread, use_kernels
+from narrowgauge.kernels.cast import attached_amax
+from narrowgauge.kernels.dispatch import is_discarding, is_unread
 from narrowgauge.kernels.gradient_sum import through_rounding
 from narrowgauge.nn.gemm import ROWS, VALUES, Operand, add_bias, multiply, sum_rows
 from narrowgauge.nn.observer import evenly
@@ -84,7 +84,7 @@ def _backward(ctx: Any, dy_MN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     needs_dx, needs_dw, needs_dbias, _ = ctx.needs_input_grad
     shares_dy = needs_dx and needs_dw and layer.shares_dy
     dx_MK = dw_NK = dbias_N = dy = None
-    dy_amax = attached_amax(dy_MN) if use_kernels(dy_MN) else None
+    dy_amax = attached_amax(dy_MN)
     if needs_dx:
         dy = operands.of(dy_MN, "dgrad.dy", -1, shares_dy, dy_amax)
         if ctx.reuses_w:

@@ -66,7 +66,7 @@ class Places:
     @property
     def casts(self) -> dict[str, Cast]:
         """The casts of GEMM places."""
-        return {place: self[place] for place in GEMM_PLACES if place in self.places}
+        return {place: cast for place in GEMM_PLACES if (cast := self.places.get(place)) is not None}
 
     @property
     def attention(self) -> dict[str, Cast | None]:
