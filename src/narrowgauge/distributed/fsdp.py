@@ -111,8 +111,8 @@ def _attach_state(
 
 
 def note_shards(module: torch.nn.Module, divided: Mapping[str, TensorShard]) -> None:
-    """Record the shard of each parameter that `quantized_fsdp` has not recorded; `divided` has those that it
-    was before FSDP, where it was not the full parameter."""
+    """Record the shard of each parameter for which `quantized_fsdp` recorded none; `divided` has the shards
+    of parameters that were split before FSDP."""
     for name, p in module.named_parameters():
         if isinstance(p, DTensor) and state_of(p).shard is None:
             shard = divided.get(name) or TensorShard(tuple(full_axis(n) for n in p.shape))

@@ -146,7 +146,7 @@ class Guard:
         """Whether a place may be widened."""
         return self.rules.spike == "raise" and len(self.raised) < MAX_RAISES
 
-    def skip(self, verdict: GuardVerdict, why: str = "there is no checkpoint to go back to") -> GuardVerdict:
+    def skip(self, verdict: GuardVerdict, why: str = "there is no checkpoint to return to") -> GuardVerdict:
         """Replace a verdict by a skip, with the reason."""
         return self._skip(replace(verdict, action="skip", reason=f"{verdict.reason}; {why}"))
 

@@ -333,7 +333,7 @@ def named_device(name: str) -> Device:
     its ending, `4090`, if no other product has it), or `cpu`.
 
     Raises:
-        UserError: There is no such device; the message suggests the nearest names.
+        UserError: The device is unknown; the message suggests the nearest names.
     """
     devices = _devices()
     short = _MAKERS.sub("", name.lower())

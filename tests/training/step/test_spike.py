@@ -38,7 +38,7 @@ def test_a_rollback_goes_on_with_other_data_and_without_a_checkpoint_is_a_skip(t
     skipped = look(train("none", spiky(**{"checkpoint.every": 1000})))
     assert not skipped.events("rollback")
     skip = skipped.events("skip")[0]
-    assert "there is no checkpoint to go back to" in skip["reason"]
+    assert "there is no checkpoint to return to" in skip["reason"]
     assert "first_bad" not in skip, "nothing in it is bad"
     run, spike = look(trained(spiky())), skip["step"]
     back = run.events("rollback")

@@ -29,7 +29,7 @@ Progress = Callable[[str, int, int], None]
 
 
 def counted(name: str, items: Sequence[T], show: Progress | None) -> Iterator[T]:
-    """The items one by one, while `show` is told how many are done."""
+    """Yield the items, and tell `show` how many are done."""
     for done, item in enumerate(items):
         if show is not None:
             show(name, done, len(items))

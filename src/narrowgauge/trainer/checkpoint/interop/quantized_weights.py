@@ -220,7 +220,7 @@ def _product(q: torch.Tensor, scale: torch.Tensor, of_tensor: float | None = Non
 def require_sound(
     q: torch.Tensor, weight: torch.Tensor, lowest: float, inverted: Callable[[], float] | None
 ) -> None:
-    """Check the scales of a weight, of which `lowest` is the lowest; a `ValueError` says what is wrong.
+    """Check the scales of a weight; `lowest` is the smallest of them. Raises `ValueError`.
 
     `q` has the values of the codes, and `weight` the same times their scales. `inverted` returns the largest
     value with the reciprocal of the scale; it is None if the scale of the tensor is missing.

@@ -156,7 +156,7 @@ def release(version: str) -> tuple[int, int]:
 
 
 def text_of(path: str | Path) -> str:
-    """The text of a small file of the kernel; "" if there is no such file."""
+    """The text of a small file below /proc or /sys; "" if it does not exist."""
     try:
         return Path(path).read_text(encoding="utf-8", errors="replace").strip()
     except OSError:

@@ -19,7 +19,7 @@ A raise (`guard.spike = "raise"`) widens the place that broke:
     3. the run goes back to the checkpoint and continues with the same data; the place is wider from the next
        step on, for good: whatever broke it may return
 
-The checkpoint to go back to is at least two steps older than the bad step, since the step before it may have
+The checkpoint to return to is at least two steps older than the bad step, since the step before it may have
 done the damage. If there is none, the step is skipped, and the place is wider from the next step on.
 Checkpoints store what is raised, so a resume needs nothing else.
 
@@ -70,7 +70,7 @@ def recover(context: RunContext, trainer: Trainer, loss: float, norm: float) -> 
 
 
 def _target(context: RunContext, before: int) -> Path | None:
-    """The checkpoint to go back to from step `before`; the same on all ranks."""
+    """The checkpoint to return to from step `before`; the same on all ranks."""
     checkpoints, target = context.directory.checkpoints, None
     if context.coordinator.rank == 0:
         target = rollback_target(checkpoints, context.run_id, before, context.run.config.checkpoint.every)

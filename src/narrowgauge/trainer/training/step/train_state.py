@@ -208,7 +208,7 @@ class HeldParameter:
 
 @dataclass(frozen=True)
 class HeldState:
-    """The values of a model and its optimizer between two steps, when there are no gradients.
+    """The values of a model and its optimizer, taken between two steps, when no gradient exists.
 
     They are in the host's memory, so that a GPU never holds them twice.
     """
@@ -219,7 +219,7 @@ class HeldState:
 
 @torch.no_grad()
 def hold(model: torch.nn.Module, optimizer: Optimizer) -> HeldState:
-    """Take the values of a model and its optimizer, which are no longer used."""
+    """Take the values from a model and its optimizer, which the caller then drops."""
     of_recipe = {name: t.to(_CPU) for name, t in recipe_tensors(model).items()}
     parameters = {}
     for name, p in model.named_parameters():
