@@ -15,7 +15,7 @@ WORDS = ["steam", "coal", "rail", "gauge", "caf\u00e9", "<|endoftext|>", "valley
 @pytest.fixture
 def lines(tmp_path, monkeypatch):
     """Some chunks of JSON lines, long and short, some of them twice."""
-    monkeypatch.setattr("narrowgauge.trainer.data.sources.byte_stream.CHUNK_BYTES", 1 << 15)
+    monkeypatch.setattr("narrowgauge.trainer.data.sources.records.CHUNK_BYTES", 1 << 15)
     rng = np.random.default_rng(0)
     with (tmp_path / "lines.jsonl").open("w", encoding="utf-8") as file:
         for i in range(1000):

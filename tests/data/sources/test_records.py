@@ -84,7 +84,7 @@ def test_a_bad_line_is_named_and_set_aside_alone(tmp_path, line, says):
 @case("F1", tier="quick")
 def test_a_line_beyond_the_limit_is_refused_without_being_held(tmp_path, monkeypatch):
     """Plain, packed a thousandfold, and without an end."""
-    monkeypatch.setattr("narrowgauge.trainer.data.sources.byte_stream.MOST_BYTES", 1 << 20)
+    monkeypatch.setattr("narrowgauge.trainer.data.sources.records.MOST_BYTES", 1 << 20)
     long = b'{"text": "' + b"x" * (3 << 20)
     path = written(tmp_path / "a.jsonl", LINES + long + b'"}\n' + LINES)
     says = ":6 is a line of more than 1 MiB, the limit for one document"

@@ -78,7 +78,7 @@ WANTED = [("Iron", IRON_TEXT), ("Coal & <coke>", "Coal & <coke>\n\nCoal is black
 @pytest.mark.parametrize("kind", ["multistream", "utf-16", "short blocks"])
 def test_articles_become_prose_and_other_pages_nothing(tmp_path, kind, monkeypatch):
     if kind == "short blocks":
-        monkeypatch.setattr("narrowgauge.trainer.data.sources.byte_stream._READ", 7)
+        monkeypatch.setattr("narrowgauge.trainer.data.sources.records._READ", 7)
     suffix, data = {
         "multistream": ("xml.bz2", multistream(PAGES, 2)),
         "utf-16": ("xml.gz", gzip.compress(dump().encode("utf-16"))),
@@ -123,7 +123,7 @@ def test_a_damaged_dump_is_refused_after_what_it_holds(tmp_path, monkeypatch):
     # Of a multistream dump, whole pages are read before the damage.
     source = documents(str(written(tmp_path / "d.xml.bz2", multistream(PAGES, 2)[:-30])))
     assert next(source).name == "Iron"
-    monkeypatch.setattr("narrowgauge.trainer.data.sources.byte_stream.MOST_BYTES", 1 << 20)
+    monkeypatch.setattr("narrowgauge.trainer.data.sources.records.MOST_BYTES", 1 << 20)
     body = [page("First", "one"), page("Long", "x" * (3 << 20)), page("Last", "two")]
     said = refusal(written(tmp_path / "wiki.xml", dump(body)))
     assert "begins a page of more than 1 MiB, the limit for one document" in said

@@ -6,7 +6,7 @@ import time
 import mwparserfromhell
 import pytest
 
-from narrowgauge.trainer.data.sources.wikipedia.wikitext import prose
+from narrowgauge.trainer.data.sources.wikitext import prose
 
 CASES = {
     "link": ("a [[b]]s and [[c|d]].", "a bs and d."),

@@ -5,7 +5,7 @@ from narrowgauge.system.files import user_path
 from narrowgauge.trainer.cluster.doctor.facts import Given
 from narrowgauge.trainer.data import is_corpus, load_tokenizer, open_corpus, split_sources
 from narrowgauge.trainer.data.sources import open_source
-from narrowgauge.trainer.data.sources.hub import PREFIX
+from narrowgauge.trainer.data.sources.tables import HUB
 from narrowgauge.trainer.data.token_files.source import token_files
 from narrowgauge.trainer.data.tokenization.tokenizer import tokenizer_identity
 
@@ -20,7 +20,7 @@ def read_data(source: str) -> Given:
 
 
 def _one_source(name: str) -> str:
-    if name.startswith(PREFIX):
+    if name.startswith(HUB):
         return "a data set of the Hugging Face hub"
     folder = user_path(name)
     if is_corpus(folder):

@@ -21,7 +21,7 @@ from narrowgauge.trainer.data.corpus import Corpus, is_corpus, read_manifest
 from narrowgauge.trainer.data.loading.sample_order import shares_of
 from narrowgauge.trainer.data.preparation.prepare import DEFAULT_TOKENIZER, prepare
 from narrowgauge.trainer.data.sources import open_source
-from narrowgauge.trainer.data.sources.hub import PREFIX as HUB
+from narrowgauge.trainer.data.sources.tables import HUB
 from narrowgauge.trainer.data.token_files.source import open_token_source, token_files, vocabulary_of_files
 from narrowgauge.trainer.data.token_files.token_stream import Dataset, Mixture, as_mixture
 from narrowgauge.trainer.data.tokenization.formats import TOKENIZER_FILE

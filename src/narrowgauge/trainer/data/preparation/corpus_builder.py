@@ -24,8 +24,7 @@ from narrowgauge.trainer.data.preparation.document_filter import (
 from narrowgauge.trainer.data.preparation.encode import Batch, ReadDocument, encode_chunk, read_chunk
 from narrowgauge.trainer.data.preparation.worker_pool import ordered_map
 from narrowgauge.trainer.data.sources import no_text
-from narrowgauge.trainer.data.sources.byte_stream import unreadable
-from narrowgauge.trainer.data.sources.records import Chunk, Input, Source
+from narrowgauge.trainer.data.sources.records import Chunk, Input, Source, unreadable
 from narrowgauge.trainer.data.sources.text import PIECE_ENOUGH
 from narrowgauge.trainer.data.token_files.token_file import TokenFile, TokenWriter, shard_paths, token_dtype
 from narrowgauge.trainer.data.tokenization.formats import TOKENIZER_FILE

@@ -29,20 +29,19 @@ from itertools import chain, groupby
 from operator import attrgetter
 
 from narrowgauge.system.errors import UserError
-from narrowgauge.trainer.data.sources import extract, hub, jsonl, parquet, paths, text
+from narrowgauge.trainer.data.sources import paths
 from narrowgauge.trainer.data.sources.records import Chunk, Input, Source
-from narrowgauge.trainer.data.sources.wikipedia import dump
+from narrowgauge.trainer.data.sources.tables import HUB, line_chunks, open_hub, parquet_chunks
+from narrowgauge.trainer.data.sources.text import text_files, text_pieces
+from narrowgauge.trainer.data.sources.wikipedia import dump_chunks, extract_chunks
 
 
 def open_source(name: str, text_key: str = "text") -> Source:
     """Open a source of the table above; the text of a row or line is found under `text_key`."""
-    if name.startswith(hub.PREFIX):
-        return hub.open_hub(name, text_key)
-    if name == paths.STDLIB:
-        library = paths.standard_library()
-        return Source(name, library, partial(text.text_files, skip=True))
+    if name.startswith(HUB):
+        return open_hub(name, text_key)
     try:
-        files = paths.find_files(name, text_key)
+        files = paths.find_files(name, text_key) if name != paths.STDLIB else paths.standard_library()
     except OSError as error:
         raise UserError(
             f"cannot look into {str(error.filename or name)!r}: {error.strerror}; give a source that can be "
@@ -51,23 +50,23 @@ def open_source(name: str, text_key: str = "text") -> Source:
     return Source(name, files, partial(_chunks, text_key=text_key))
 
 
-def no_text(source: str) -> UserError:
-    """The error for a source without a document."""
-    return UserError(f"data source {source!r} holds only white space; give one with text in it")
-
-
 def _chunks(files: Sequence[Input], text_key: str) -> Iterator[Chunk]:
     """The chunks of files in order; a text alone is cut into pieces, and consecutive ones share chunks."""
     readers: dict[str, Callable[[Input], Iterator[Chunk]]] = {
-        paths.LINES: partial(jsonl.chunks, key=text_key),
-        paths.TABLE: partial(parquet.chunks, key=text_key),
-        paths.EXTRACT: extract.chunks,
-        paths.DUMP: dump.chunks,
+        paths.LINES: partial(line_chunks, key=text_key),
+        paths.TABLE: partial(parquet_chunks, key=text_key),
+        paths.EXTRACT: extract_chunks,
+        paths.DUMP: dump_chunks,
     }
     if len(files) == 1:
-        readers[paths.TEXT] = text.text_pieces
+        readers[paths.TEXT] = text_pieces
     for type_, group in groupby(files, attrgetter("type")):
         if type_ in readers:
             yield from chain.from_iterable(map(readers[type_], group))
         else:
-            yield from text.text_files(list(group))
+            yield from text_files(group)
+
+
+def no_text(source: str) -> UserError:
+    """The error for a source without a document."""
+    return UserError(f"data source {source!r} holds only white space; give one with text in it")

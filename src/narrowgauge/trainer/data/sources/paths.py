@@ -14,8 +14,7 @@ from pathlib import Path
 
 from narrowgauge.system.errors import UserError, unknown
 from narrowgauge.system.files import user_path
-from narrowgauge.trainer.data.sources.byte_stream import COMPRESSED, ByteStream
-from narrowgauge.trainer.data.sources.records import Input
+from narrowgauge.trainer.data.sources.records import COMPRESSED, ByteStream, Input
 
 STDLIB = "stdlib"
 TEXT, LINES, TABLE, DUMP, EXTRACT = "text", "lines", "table", "dump", "extract"
@@ -73,7 +72,7 @@ def standard_library() -> tuple[Input, ...]:
     root = Path(sysconfig.get_path("stdlib"))
     return tuple(
         file
-        for file in _sorted(root, root.rglob("*.py"))
+        for file in visible_files(root, root.rglob("*.py"))
         if not _STDLIB_WITHOUT.intersection(parts := file.name.split("/"))
         and not any(map(_STDLIB_WITHOUT_FILES.fullmatch, parts))
     )
@@ -150,14 +149,10 @@ def warn_of_the_rest(source: str, found: list[Path], files: list[Path]) -> None:
         )
 
 
-def _sorted(root: Path, paths: Iterable[Path]) -> list[Input]:
-    named = (Input(path.relative_to(root).as_posix(), path) for path in paths)
-    return sorted(named, key=lambda file: file.name)
-
-
 def visible_files(root: Path, paths: Iterable[Path] | None = None) -> list[Input]:
     """The files in order, without hidden ones; None: those below the root."""
-    return [file for file in _sorted(root, paths or _below(root)) if _is_visible_file(file)]
+    named = ((path.relative_to(root).as_posix(), path) for path in paths or _below(root))
+    return [Input(name, path) for name, path in sorted(named) if _is_visible_file(name, path)]
 
 
 def _below(root: Path) -> Iterator[Path]:
@@ -184,12 +179,12 @@ def _raise(error: OSError) -> None:
     raise error
 
 
-def _is_visible_file(file: Input) -> bool:
-    if any(part.startswith(".") for part in file.name.split("/")):
+def _is_visible_file(name: str, path: Path) -> bool:
+    if any(part.startswith(".") for part in name.split("/")):
         return False
-    if file.path.is_symlink() and not file.path.exists() and file_type(file.path) is not None:
-        raise UserError(f"{file.path} is a link that leads nowhere; fix it, or remove it")
-    return file.path.is_file()
+    if path.is_symlink() and not path.exists() and file_type(path) is not None:
+        raise UserError(f"{path} is a link that leads nowhere; fix it, or remove it")
+    return path.is_file()
 
 
 def _fixed_part(pattern: Path) -> Path:

@@ -9,14 +9,16 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
-from narrowgauge.trainer.data.sources.byte_stream import ByteStream, TruncatedError
 from narrowgauge.trainer.data.sources.records import (
     CHUNK_BYTES,
+    ByteStream,
     Chunk,
     Input,
     Records,
     Rejected,
+    TruncatedError,
     document,
+    not_utf8,
     refusal,
 )
 
@@ -29,21 +31,37 @@ _ESCAPED = re.compile("[\udc80-\udcff]")
 _CONVERT = "convert it to UTF-8 or leave it out"
 
 
-def text_files(files: Sequence[Input], skip: bool = False) -> Iterator[Chunk]:
+def text_files(files: Iterable[Input]) -> Iterator[Chunk]:
     """Chunks of several files, each file a document; files too long for that are cut into pieces."""
     inputs, size = list[Input](), 0
     for file in files:
         file_size = file.path.stat().st_size
-        if file_size <= MOST_UNCUT:
+        is_long = file_size > MOST_UNCUT
+        if not is_long:
             inputs.append(file)
             size += file_size
-        if inputs and (size >= CHUNK_BYTES or file_size > MOST_UNCUT):
-            yield Chunk(size, partial(_whole, inputs, skip))
+        if inputs and (is_long or size >= CHUNK_BYTES):
+            yield Chunk(size, partial(_whole, inputs))
             inputs, size = [], 0
-        if file_size > MOST_UNCUT:
+        if is_long:
             yield from text_pieces(file)
     if inputs:
-        yield Chunk(size, partial(_whole, inputs, skip))
+        yield Chunk(size, partial(_whole, inputs))
+
+
+def _whole(files: Sequence[Input]) -> Records:
+    """A document for each file."""
+    for file in files:
+        where = str(file.path)
+        try:
+            text = b"".join(ByteStream(file.path)).decode("utf-8").removeprefix("\ufeff")
+        except UnicodeDecodeError as error:
+            yield not_utf8(where, error.start, error.object[error.start], _CONVERT)
+        except TruncatedError as damage:
+            yield Rejected(where, str(damage))
+        else:
+            before, nul, _ = text.partition("\x00")
+            yield from document(f"{where}:{before.count(chr(10)) + 1}" if nul else where, file.name, text)
 
 
 def text_pieces(file: Input) -> Iterator[Chunk]:
@@ -51,56 +69,33 @@ def text_pieces(file: Input) -> Iterator[Chunk]:
 
     A byte that is not UTF-8 rejects its piece, but not the pieces after it.
     """
-    stream, reported, number = ByteStream(file.path), 0, 0
+    stream, number, damage = ByteStream(file.path), 0, ""
+    at = len(codecs.BOM_UTF8) * (stream.head(3) == codecs.BOM_UTF8)  # bytes before the texts
     texts, size = list[str](), 0
-    at = len(codecs.BOM_UTF8) * (ByteStream(file.path).head(3) == codecs.BOM_UTF8)  # bytes before the texts
-    damage = None
     try:
-        for text in cut_text(_decoded(stream)):
+        # A byte that is not UTF-8 becomes U+DC00 + byte, unused in any text.
+        for text in cut_text(codecs.iterdecode(stream, "utf-8-sig", "surrogateescape")):
             texts.append(text)
             size += len(text)
             if size >= CHUNK_BYTES:
-                yield Chunk(stream.consumed - reported, partial(_pieces, file, texts, number, at))
-                number, reported, at = number + len(texts), stream.consumed, at + _size(texts)
+                yield Chunk(stream.advance(), partial(_pieces, file, texts, number, at))
+                number, at = number + len(texts), at + _size(texts)
                 texts, size = [], 0
     except TruncatedError as error:
-        damage = refusal(str(file.path), str(error))
-    yield Chunk(stream.consumed - reported, partial(_pieces, file, texts, number, at))
+        damage = str(error)
+    yield Chunk(stream.advance(), partial(_pieces, file, texts, number, at))
     if damage:
-        yield damage
-
-
-def _whole(files: Sequence[Input], skip: bool) -> Records:
-    """A document for each file; with `skip`, files that are not text are left out."""
-    for file in files:
-        try:
-            text = b"".join(ByteStream(file.path)).decode("utf-8").removeprefix("\ufeff")
-        except UnicodeDecodeError as error:
-            if not skip:
-                yield _not_utf8(file, error.start, error.object[error.start])
-        except TruncatedError as damage:
-            yield Rejected(str(file.path), str(damage))
-        else:
-            yield from document(_location(file, text), file.name, text)
+        yield refusal(str(file.path), damage)
 
 
 def _pieces(file: Input, texts: Sequence[str], first: int, position: int) -> Records:
     """A document for each piece, numbered from `first`, which begins at byte `position`."""
-    for i, text in enumerate(texts):
+    for number, text in enumerate(texts, first):
         if not text.isascii() and (bad := _ESCAPED.search(text)):
-            before = position + _size([*texts[:i], text[: bad.start()]])
-            yield _not_utf8(file, before, ord(bad[0]) - 0xDC00)
+            before = position + _size([*texts[: number - first], text[: bad.start()]])
+            yield not_utf8(str(file.path), before, ord(bad[0]) - 0xDC00, _CONVERT)
         else:
-            number = first + i
             yield from document(f"{file.path}, piece {number},", f"{file.name}#{number}", text)
-
-
-def _decoded(stream: ByteStream) -> Iterator[str]:
-    """The text in blocks; a byte that is not UTF-8 becomes U+DC00 + byte, unused in any text."""
-    decoder = codecs.getincrementaldecoder("utf-8-sig")("surrogateescape")
-    for block in stream:
-        yield decoder.decode(block)
-    yield decoder.decode(b"", True)
 
 
 def _size(texts: Iterable[str]) -> int:
@@ -126,11 +121,10 @@ def _lines(blocks: Iterable[str]) -> Iterator[str]:
     rest = ""
     for block in blocks:
         *lines, rest = (rest + block).splitlines(keepends=True) or [""]
-        for line in lines:
-            yield from _parts(line)
         # The last line may continue in the next block, if only with the \n of a \r\n: yield full parts only.
         full = (len(rest) - 1) // _PIECE_MOST * _PIECE_MOST if rest else 0
-        yield from _parts(rest[:full])
+        for line in [*lines, rest[:full]]:
+            yield from _parts(line)
         rest = rest[full:]
     yield from _parts(rest)
 
@@ -138,13 +132,3 @@ def _lines(blocks: Iterable[str]) -> Iterator[str]:
 def _parts(line: str) -> Iterator[str]:
     for start in range(0, len(line), _PIECE_MOST):
         yield line[start : start + _PIECE_MOST]
-
-
-def _location(file: Input, text: str) -> str:
-    """The file, with the line of the first NUL if there is one."""
-    nul = text.find("\x00")
-    return str(file.path) if nul < 0 else f"{file.path}:{text.count(chr(10), 0, nul) + 1}"
-
-
-def _not_utf8(file: Input, position: int, byte: int) -> Rejected:
-    return Rejected(str(file.path), f"is not UTF-8: byte {position} is 0x{byte:02x}", _CONVERT)

@@ -1,1 +1,0 @@
-"""Converts a MediaWiki dump to plain text."""
