@@ -8,11 +8,7 @@ if TYPE_CHECKING:
     from narrowgauge.nn.audit import audit as audit
     from narrowgauge.nn.convert import apply_recipe as apply_recipe
     from narrowgauge.nn.convert import convert as convert
-    from narrowgauge.nn.convert import discard_step as discard_step
     from narrowgauge.nn.convert import kept_layers as kept_layers
-    from narrowgauge.nn.convert import recipe_tensors as recipe_tensors
-    from narrowgauge.nn.convert import set_step as set_step
-    from narrowgauge.nn.convert import step as step
     from narrowgauge.nn.gauges import Gauges as Gauges
     from narrowgauge.nn.linear import Linear as Linear
     from narrowgauge.nn.observer import Observation as Observation
@@ -22,6 +18,10 @@ if TYPE_CHECKING:
     from narrowgauge.nn.shards import LinearShards as LinearShards
     from narrowgauge.nn.shards import PooledSequences as PooledSequences
     from narrowgauge.nn.step_state import Stepped as Stepped
+    from narrowgauge.nn.step_state import discard_step as discard_step
+    from narrowgauge.nn.step_state import recipe_tensors as recipe_tensors
+    from narrowgauge.nn.step_state import set_step as set_step
+    from narrowgauge.nn.step_state import step as step
     from narrowgauge.nn.transformer.attention import NarrowAttention as NarrowAttention
     from narrowgauge.nn.transformer.outline import outline_of as outline_of
     from narrowgauge.nn.transformer.residual import NarrowResidual as NarrowResidual

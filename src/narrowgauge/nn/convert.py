@@ -12,12 +12,10 @@ from typing import Any
 import torch
 
 from narrowgauge.kernels.attention import Attention
-from narrowgauge.kernels.dropout import Dropout
 from narrowgauge.kernels.residual import Residual
-from narrowgauge.nn.histories import end_steps
 from narrowgauge.nn.linear import Linear
 from narrowgauge.nn.self_test import verified_backend
-from narrowgauge.nn.step_state import Conversion, Stepped
+from narrowgauge.nn.step_state import Conversion, stepped_modules
 from narrowgauge.nn.transformer.attention import NarrowAttention
 from narrowgauge.nn.transformer.outline import is_conv1d, is_linear, linear_layers, outline_of
 from narrowgauge.nn.transformer.reach import matmul_weights, reasons, untouched_layers, warn_of_left
@@ -34,7 +32,7 @@ from narrowgauge.recipes import (
     resolve,
 )
 from narrowgauge.recipes import recipe as recipe_named
-from narrowgauge.system.errors import UserError, checked, require
+from narrowgauge.system.errors import UserError, checked
 
 WIDE_WEIGHT = {"weight": "fp32", "master": "none", "grad": "fp32", "gather": "fp32", "reduce": "fp32"}
 
@@ -182,101 +180,6 @@ def _shared_parameters(model: torch.nn.Module) -> set[torch.nn.Parameter]:
     named = (m.named_parameters(recurse=False, remove_duplicate=False) for m in model.modules())
     owners = Counter(p for parameters in named for _, p in parameters)
     return {p for p, count in owners.items() if count > 1}
-
-
-def set_step(
-    model: torch.nn.Module,
-    seed: int,
-    step: int,
-    first_sample: int,
-    steps: int | None = None,
-    decay: int | None = None,
-) -> None:
-    """Set the position of training in every converted module and dropout; call before each forward pass.
-
-    Random bits then follow from (seed, step, tensor, element), delayed scales are updated when a step begins,
-    and rules that waited for the step take effect.
-
-    Args:
-        model: A model that `convert` has changed.
-        seed: The seed of the run.
-        step: The optimizer step, from 1.
-        first_sample: The index in the step's global batch of the first sequence of this forward pass.
-        steps: The steps of the full run, for rules that hold after a share of it.
-        decay: The first step whose learning rate is below the peak, for rules that hold from then on.
-
-    Raises:
-        UserError: The recipe has such a rule, and its argument is None.
-    """
-    require("model", model, torch.nn.Module)
-    modules = list(model.modules())
-    layers = [module for module in modules if isinstance(module, Stepped)]
-    for layer in layers:
-        if not layer.recipe.rules:
-            continue
-        if decay is None and any(rule.follows_schedule for rule in layer.recipe.rules):
-            raise UserError(
-                f"a rule of recipe {layer.recipe.name!r} waits for the decay of the learning rate, and its "
-                "first step is not known; give set_step the argument `decay`"
-            )
-        if steps is None and any(rule.needs_length for rule in layer.recipe.rules):
-            raise UserError(
-                f"a rule of recipe {layer.recipe.name!r} holds from a share of the steps on, and their "
-                "number is not known; give set_step the argument `steps`"
-            )
-    end_steps(h for layer in layers if layer.step != step for h in layer.histories.values())
-    for layer in layers:
-        layer.set_position(seed, step, first_sample, steps, decay, is_ended=True)
-    for module in modules:
-        if isinstance(module, Dropout):
-            module.set_position(seed, step, first_sample, next(model.parameters()).device)
-
-
-def step(model: torch.nn.Module) -> None:
-    """Report that an optimizer step was taken: the next forward pass that records gradients begins another.
-
-    A loop that calls neither this nor `set_step` also works: layers count every step of a
-    `torch.optim.Optimizer`. Call this if no such optimizer updates the weights, or if another model's
-    optimizer steps between two micro-batches. From the first call on only these calls count.
-
-    Args:
-        model: A model that `convert` has changed.
-    """
-    require("model", model, torch.nn.Module)
-    for module in model.modules():
-        if isinstance(module, Stepped):
-            module.step_taken()
-
-
-def discard_step(model: torch.nn.Module) -> None:
-    """Undo a computed step's changes to the state of recipes, if the optimizer does not take the step.
-
-    Histories of delayed scales forget what they recorded since `set_step` began the step, and pre-scaling
-    factors are restored. Weights and masters have not changed yet, because only the optimizer changes them.
-    """
-    for module in model.modules():
-        if isinstance(module, Linear):
-            module.discard_step()
-
-
-def recipe_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The state of recipes that affects the trajectory, as `{"LAYER.PLACE.NAME": tensor}`.
-
-    It includes histories of operands (delayed scales, kept channels), scales of weights, masters and
-    pre-scaling factors. The tensors are the model's, not copies: copy into them to restore. A plain state
-    dict does not include them.
-    """
-    found = {
-        f"{name}.{key}".lstrip("."): tensor
-        for name, module in stepped_modules(model).items()
-        for key, tensor in (module.weight_tensors() | module.history_tensors()).items()
-    }
-    return dict(sorted(found.items(), key=lambda named: ".reduce." not in named[0]))  # as in checkpoints
-
-
-def stepped_modules(model: torch.nn.Module) -> dict[str, Stepped]:
-    """The modules of a model whose values depend on the step, by name."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, Stepped)}
 
 
 def _leave_fast_path(model: torch.nn.Module) -> None:

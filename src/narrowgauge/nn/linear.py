@@ -25,11 +25,11 @@ from narrowgauge.nn.gemm import NATIVE
 from narrowgauge.nn.histories import History, history_of
 from narrowgauge.nn.linear_function import autocast_disabled, linear_function
 from narrowgauge.nn.observer import Observer
-from narrowgauge.nn.operands import DTYPES, LayerSpec, Operands, WeightUse
+from narrowgauge.nn.operands import DTYPES, LayerSpec, Operands, weight_values
 from narrowgauge.nn.self_test import verified_backend
 from narrowgauge.nn.shards import LinearShards
 from narrowgauge.nn.step_state import Conversion, Stepped, StepState, count_steps, stream_ids
-from narrowgauge.nn.weight import Accumulation, WeightGather, bind, make_weight_state
+from narrowgauge.nn.weight import Accumulation, WeightGather, bind, make_weight_state, send_masters
 from narrowgauge.quantization import (
     NarrowTensor,
     ParamState,
@@ -167,7 +167,8 @@ class Linear(Stepped, SeesFSDP, torch.nn.Linear):
         if not input.numel():  # no tokens, no values to narrow: zeros, and gradients of zero
             bias = None if bias is None else bias.to(input.dtype)
             return torch.nn.functional.linear(input, weight.to(input.dtype), bias)
-        operands.weight.send_masters()
+        if operands.record is not None:
+            send_masters(operands.record)
         is_sum = self.shards.after is not None  # then the bias is added to the sum over processes
         with autocast_disabled(input.device.type):
             x_MK = input.reshape(-1, self.in_features)
@@ -227,7 +228,7 @@ class Linear(Stepped, SeesFSDP, torch.nn.Linear):
         """The weight as (N, K), and the operands of a forward pass with one token."""
         weight = self._oriented_weight()
         operands = self.operands(weight.new_empty(1, self.in_features), weight)
-        return operands.weight.values(weight), operands
+        return weight_values(weight), operands
 
     def add_gradient(self, dw_NK: torch.Tensor, factor: torch.Tensor) -> bool:
         """Add dw * factor (0-dim) to the gradient that waits, if this layer may, on a GPU; else False."""
@@ -250,7 +251,8 @@ class Linear(Stepped, SeesFSDP, torch.nn.Linear):
             self.begin_pass(),
             share,
             {} if shards.is_whole else shards.tensor_shards(samples, input[..., 0].numel(), *weight_NK.shape),
-            WeightUse(self.spec.transposed, record, accumulation),
+            record,
+            accumulation,
             self.observer,
             input_amax,
         )
@@ -311,9 +313,8 @@ class Linear(Stepped, SeesFSDP, torch.nn.Linear):
             yield "resumes, but random bits and histories start over: resume with narrowgauge.load_state_dict"
 
     def discard_step(self) -> None:
-        """Undo what the passes of this step have left behind; see `nn.discard_step`."""
-        for history in self.histories.values():
-            history.discard_step()
+        """As `Stepped.discard_step`, with the gradient in a cast and its pre-scaling factor."""
+        super().discard_step()
         gradient = None if self.state_at_rest is None else self.state_at_rest.gradient
         if gradient is not None:
             gradient.discard_step()

@@ -23,11 +23,9 @@ import torch
 from narrowgauge.kernels import emulate
 from narrowgauge.kernels.cast import attached_amax
 from narrowgauge.kernels.dispatch import is_discarding, is_unread
-from narrowgauge.kernels.gradient_sum import through_rounding
 from narrowgauge.nn.gemm import ROWS, VALUES, Operand, add_bias, multiply, sum_rows
 from narrowgauge.nn.observer import evenly
-from narrowgauge.nn.operands import Operands, keep_input
-from narrowgauge.nn.weight import GatheredWeight
+from narrowgauge.nn.operands import Operands, keep_input, weight_values
 from narrowgauge.quantization import QuantContext, kept_count
 from narrowgauge.quantization import cast as named_cast
 from narrowgauge.recipes.places import MEETS
@@ -43,8 +41,7 @@ class _LinearFunction(FirstOrderFunction):
         ctx.operands, observer = operands, operands.observer
         ctx.dtypes = x_MK.dtype, w_NK.dtype, None if bias_N is None else bias_N.dtype
         operands.choose_channels(x_MK)
-        # A gathered weight is gathered again for the backward pass, so that nothing of it is kept.
-        ctx.reuses_w = operands.layer.reuses_w and not isinstance(w_NK, GatheredWeight)
+        ctx.reuses_w = operands.reuses_weight(w_NK)
         is_kept = not is_discarding()
         both_x = needs_dw and operands.layer.reuses_x and is_kept
         x = operands.of(x_MK, "fprop.x", -1, both_x, operands.input_amax)
@@ -58,7 +55,7 @@ class _LinearFunction(FirstOrderFunction):
         some_x_RM = None
         if observer is not None:
             some_x_RM = evenly(x_MK.T).clone()
-            observer.product("fprop.y", y_MN, x_MK, operands.weight.values(w_NK))
+            observer.product("fprop.y", y_MN, x_MK, weight_values(w_NK))
         if bias_N is not None:
             y_MN = add_bias(y_MN, bias_N)
         kept_x, ctx.restore_x = keep_input(x_MK, x, operands)
@@ -98,7 +95,7 @@ def _backward(ctx: Any, dy_MN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if not torch.compiler.is_compiling():
             ctx.maybe_clear_saved_tensors()
         if observer is not None:
-            observer.product("dgrad.dx", dx_MK, dy_MN, operands.weight.values(w_NK).T)
+            observer.product("dgrad.dx", dx_MK, dy_MN, weight_values(w_NK).T)
     if needs_dw:
         if layer.casts["wgrad.dy"].of:
             dy = operands.again(dy or operands.of(dy_MN, "dgrad.dy", -1, amax=dy_amax), "wgrad.dy")
@@ -119,12 +116,8 @@ def _backward(ctx: Any, dy_MN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
             dw_NK = _with_kept(operands, dw_NK, dy_MN, x, dtype, dy_amax)
         if observer is not None:
             observer.product("wgrad.dw", dw_NK.T, some_x_RM, dy_MN.T)
-        if layer.casts["fprop.w"].estimator_k:
-            w_context = QuantContext(shard=operands.shard("fprop.w"))
-            dw_NK = through_rounding(dw_NK, operands.weight.values(w_NK), layer.casts["fprop.w"], w_context)
-        stream = operands.gradient_stream(dw_NK)
         node = None if torch.compiler.is_compiling() else ctx.next_functions[1][0]
-        dw_NK = operands.weight.left_for_autograd(dw_NK, stream, w_dtype, node)
+        dw_NK = operands.weight_gradient(dw_NK, w_NK, w_dtype, node)
     if bias_dtype is not None and needs_dbias:
         dbias_N = sum_rows(dy_MN).to(bias_dtype)
     return dx_MK, dw_NK, dbias_N, None

@@ -20,13 +20,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
-from narrowgauge.formats import RandomStream, codes_of, pack, torch_dtype, unpack
+from narrowgauge.formats import codes_of, pack, torch_dtype, unpack
 from narrowgauge.kernels import emulate, quantize
 from narrowgauge.kernels.cast import emulate_rows
+from narrowgauge.kernels.gradient_sum import through_rounding
 from narrowgauge.nn.gemm import (
     CODES,
     NATIVE,
@@ -45,28 +45,24 @@ from narrowgauge.nn.weight import Accumulation, GatheredWeight
 from narrowgauge.quantization import (
     DEFAULT_CONTEXT,
     Cast,
-    GradientState,
     NarrowTensor,
     ParamState,
     QTensor,
     QuantContext,
     TensorShard,
     local_channels,
-    state_of,
 )
 from narrowgauge.quantization import cast as named_cast
 from narrowgauge.quantization.passes.implementations import ROW_PLACES, rows_gap
 from narrowgauge.quantization.passes.in_c import decoded, has_library
 from narrowgauge.recipes.places import CHOOSES
 from narrowgauge.recipes.recipe_rules import have_same_numbers, reuses
-from narrowgauge.system.collectives import broadcast_bytes
-from narrowgauge.system.torch_compat import active_ddp, is_accumulated
+from narrowgauge.system.torch_compat import is_accumulated
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 #: Elements; copying the codes of such a weight to the other axis takes little longer than the launch itself.
 _SMALL_WEIGHT = 10**7
 _WIDE = {dtype: named_cast(name) for name, dtype in DTYPES.items()}
-_SENT: WeakKeyDictionary[torch.nn.Module, None] = WeakKeyDictionary()  # wrappers whose masters are sent
 WIDE = "wide"  # the form of an operand that is the tensor itself, in the dtype of the matmul
 
 
@@ -115,72 +111,6 @@ class LayerSpec:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class WeightUse:
-    """The weight in one pass of a layer: the source of its values, and the destination of its gradient."""
-
-    transposed: bool = False  # whether the weight is stored (K, N)
-    record: ParamState | None = None  # the record of a weight that is not sharded; None for a plain weight
-    #: The work shared by the micro-batches of a step; None outside `accumulating`
-    accumulation: Accumulation | None = None
-
-    @property
-    def gradient(self) -> GradientState | None:
-        """The gradient that is stored in a cast and not sharded; None leaves it to autograd."""
-        return None if self.record is None else self.record.gradient
-
-    def values(self, w_NK: torch.Tensor) -> torch.Tensor:
-        """The values of a weight, in the dtype that stores them."""
-        if isinstance(w_NK, GatheredWeight):
-            return w_NK if w_NK.is_operand else w_NK.wide()
-        return w_NK.stored_values() if isinstance(w_NK, NarrowTensor) else w_NK
-
-    def send_masters(self) -> None:
-        """In the first training pass of a DistributedDataParallel, send process 0's masters to all.
-
-        When it wraps a model it sends values alone, of the weights that it does not ignore. Process 0 then
-        keeps its masters, because its values stay the same; the other processes have masters of rounded
-        values until now. A pass for evaluation sends nothing, because perhaps only one process takes it. In
-        the first training pass every process must reach a layer whose weight has a master.
-        """
-        if self.record is None or self.record.master is None:
-            return
-        ddp = active_ddp()
-        if ddp is None or ddp in _SENT or not (ddp.training or torch.is_grad_enabled()):
-            return
-        _SENT[ddp] = None
-        for name, p in ddp.module.named_parameters():
-            master = state_of(p).master
-            if master is not None and name not in ddp.parameters_to_ignore:
-                master.wait()
-                for tensor in master.tensors.values():
-                    broadcast_bytes(tensor.detach(), ddp.process_group, p.device)
-
-    def left_for_autograd(
-        self, dw_NK: torch.Tensor, stream: RandomStream | None, dtype: torch.dtype, node: Any
-    ) -> torch.Tensor | None:
-        """Add to a gradient that waits for more, or return what autograd carries to the parameter.
-
-        Args:
-            dw_NK: The gradient, as the matmul wrote it.
-            stream: The random bits that round a gradient in a cast once autograd has summed it.
-            dtype: The dtype of the weight.
-            node: The node to which autograd carries the gradient; None in compiled code.
-
-        Returns:
-            None if the gradient was added. Otherwise the gradient in the weight's dtype, or as the matmul
-            wrote it if only the layer reads the weight, so that it is summed with nothing of another dtype.
-        """
-        if self.gradient is None:
-            is_added = self.accumulation is not None and self.accumulation.add(dw_NK, self.transposed)
-            return None if is_added else dw_NK.to(dtype)
-        self.gradient.stream = stream
-        assert self.record is not None
-        is_alone = self.record.weight is not None and not self.record.reads and not self.transposed
-        is_wide = is_alone and torch.finfo(dw_NK.dtype).bits > self.gradient.cast.element.bits
-        return dw_NK if is_wide and node and is_accumulated(node) else dw_NK.to(dtype)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class Operands:
     """The operands of the three GEMMs of one forward and backward pass."""
 
@@ -188,7 +118,8 @@ class Operands:
     step: StepState = field(default_factory=StepState)
     num_samples: int | Fraction = 1  #: sequences in x and dy
     shards: Mapping[str, TensorShard] = field(default_factory=dict)  #: by "x", "w", "dy"; only real shards
-    weight: WeightUse = field(default_factory=WeightUse)
+    record: ParamState | None = None  #: of a weight that is not sharded; None for a plain weight
+    accumulation: Accumulation | None = None  #: what micro-batches share; None outside `accumulating`
     observer: Observer | None = None  #: sees every operand and result
     input_amax: torch.Tensor | None = None  #: max |x|, if the kernel that wrote the input has computed it
 
@@ -239,14 +170,14 @@ class Operands:
         Its codes are computed once per step if that is allowed, and if they are the same in each micro-batch.
         They are then kept along one axis only, except the operands of a small weight if memory is not short.
         """
-        cast, kept = self.layer.casts[place], self.weight.accumulation
+        cast, kept = self.layer.casts[place], self.accumulation
         is_same = not (cast.is_random or cast.signs == "random" or cast.refresh)
         is_codes = self.layer.forms[place] == CODES and not isinstance(w_NK, GatheredWeight)
         if kept is None or not kept.keeps_codes or not is_same or not is_codes or self.observer is not None:
-            return self.of(self.weight.values(w_NK), place, axis, both)
+            return self.of(weight_values(w_NK), place, axis, both)
         both = both and kept.keeps_both and w_NK.numel() <= _SMALL_WEIGHT
         key = place, axis, self.step.is_training  # a history sees the weight in the first training pass
-        return kept.once(key, lambda: self.of(self.weight.values(w_NK), place, axis, both))
+        return kept.once(key, lambda: self.of(weight_values(w_NK), place, axis, both))
 
     def again(self, operand: Operand, place: str) -> Operand:
         """The operand of a place that reuses another place's `operand`, contracted along the other axis.
@@ -295,16 +226,48 @@ class Operands:
         if is_wanted and isinstance(choice, ChannelChoice):
             choice.update(x_MK, self.shard(CHOOSES))
 
-    def gradient_stream(self, dw_NK: torch.Tensor) -> RandomStream | None:
-        """The random bits with which `dw_NK` is added to a quantized gradient; None for any other."""
-        if self.weight.gradient is None:
-            return None
-        return self.step.gradient_stream(self.elements("fprop.w", dw_NK))
+    def reuses_weight(self, w_NK: torch.Tensor) -> bool:
+        """Whether the backward pass uses the weight's operand; a gathered one is gathered again instead."""
+        return self.layer.reuses_w and not isinstance(w_NK, GatheredWeight)
+
+    def weight_gradient(
+        self, dw_NK: torch.Tensor, w_NK: torch.Tensor, dtype: torch.dtype, node: Any
+    ) -> torch.Tensor | None:
+        """Add to a gradient that waits for more, or return what autograd carries to the parameter.
+
+        Args:
+            dw_NK: The gradient, as the matmul wrote it.
+            w_NK: The weight; read only where its rounding has a gradient of its own.
+            dtype: The dtype of the weight.
+            node: The node to which autograd carries the gradient; None in compiled code.
+
+        Returns:
+            None if the gradient was added. Otherwise the gradient in the weight's dtype, or as the matmul
+            wrote it if only the layer reads the weight, so that it is summed with nothing of another dtype.
+        """
+        cast, record = self.layer.casts["fprop.w"], self.record
+        if cast.estimator_k:
+            context = QuantContext(shard=self.shard("fprop.w"))
+            dw_NK = through_rounding(dw_NK, weight_values(w_NK), cast, context)
+        if record is None or record.gradient is None:
+            is_added = self.accumulation is not None and self.accumulation.add(dw_NK, self.layer.transposed)
+            return None if is_added else dw_NK.to(dtype)
+        record.gradient.stream = self.step.gradient_stream(self.elements("fprop.w", dw_NK))
+        is_alone = record.weight is not None and not record.reads and not self.layer.transposed
+        is_wide = is_alone and torch.finfo(dw_NK.dtype).bits > record.gradient.cast.element.bits
+        return dw_NK if is_wide and node and is_accumulated(node) else dw_NK.to(dtype)
 
     def elements(self, place: str, tensor: torch.Tensor) -> int:
         """The number of elements of the global tensor of a place."""
         shard = self.shard(place)
         return tensor.numel() if shard is None else shard.shape.numel()
+
+
+def weight_values(w_NK: torch.Tensor) -> torch.Tensor:
+    """The values of a weight, in the dtype that stores them."""
+    if isinstance(w_NK, GatheredWeight):
+        return w_NK if w_NK.is_operand else w_NK.wide()
+    return w_NK.stored_values() if isinstance(w_NK, NarrowTensor) else w_NK
 
 
 def keep_input(x_MK: torch.Tensor, operand: Operand, operands: Operands) -> tuple[Tensors, Restore]:

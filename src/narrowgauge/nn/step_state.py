@@ -22,11 +22,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from narrowgauge.formats import RandomStream, stream_key
 from narrowgauge.kernels.cast import random_signs
-from narrowgauge.nn.histories import History
+from narrowgauge.kernels.dropout import Dropout
+from narrowgauge.nn.histories import History, end_steps
 from narrowgauge.nn.observer import Observer
 from narrowgauge.recipes import GEMM_PLACES, GEMMS, Recipe
 from narrowgauge.system.devices import is_gpu
-from narrowgauge.system.errors import UserError
+from narrowgauge.system.errors import UserError, require
 from narrowgauge.system.second_derivative import refuse_transforms
 from narrowgauge.system.torch_compat import active_ddp, is_in_backward, is_transformed
 
@@ -235,6 +236,11 @@ class Stepped:
         has_memory = self.is_random or bool(self.histories)
         return has_memory or any(rule.is_timed for rule in self.recipe.rules)
 
+    def discard_step(self) -> None:
+        """Undo what the passes of this step have left behind; see `nn.discard_step`."""
+        for history in self.histories.values():
+            history.discard_step()
+
     def _is_new_step(self) -> bool:
         """Whether a pass is the first since an optimizer took a step.
 
@@ -290,6 +296,112 @@ class Stepped:
 
     def _end_step(self, is_ended: bool = False) -> None:
         """Finish a step before the next begins; with `is_ended`, everything except the histories."""
+
+
+def set_step(
+    model: torch.nn.Module,
+    seed: int,
+    step: int,
+    first_sample: int,
+    steps: int | None = None,
+    decay: int | None = None,
+) -> None:
+    """Set the position of training in every converted module and dropout; call before each forward pass.
+
+    Random bits then follow from (seed, step, tensor, element), delayed scales are updated when a step begins,
+    and rules that waited for the step take effect.
+
+    Args:
+        model: A model that `convert` has changed.
+        seed: The seed of the run.
+        step: The optimizer step, from 1.
+        first_sample: The index in the step's global batch of the first sequence of this forward pass.
+        steps: The steps of the full run, for rules that hold after a share of it.
+        decay: The first step whose learning rate is below the peak, for rules that hold from then on.
+
+    Raises:
+        UserError: The recipe has such a rule, and its argument is None.
+    """
+    require("model", model, torch.nn.Module)
+    modules = list(model.modules())
+    layers = [module for module in modules if isinstance(module, Stepped)]
+    for layer in layers:
+        if not layer.recipe.rules:
+            continue
+        if decay is None and any(rule.follows_schedule for rule in layer.recipe.rules):
+            raise UserError(
+                f"a rule of recipe {layer.recipe.name!r} waits for the decay of the learning rate, and its "
+                "first step is not known; give set_step the argument `decay`"
+            )
+        if steps is None and any(rule.needs_length for rule in layer.recipe.rules):
+            raise UserError(
+                f"a rule of recipe {layer.recipe.name!r} holds from a share of the steps on, and their "
+                "number is not known; give set_step the argument `steps`"
+            )
+    end_steps(h for layer in layers if layer.step != step for h in layer.histories.values())
+    for layer in layers:
+        layer.set_position(seed, step, first_sample, steps, decay, is_ended=True)
+    for module in modules:
+        if isinstance(module, Dropout):
+            module.set_position(seed, step, first_sample, next(model.parameters()).device)
+
+
+def step(model: torch.nn.Module) -> None:
+    """Report that an optimizer step was taken: the next forward pass that records gradients begins another.
+
+    A loop that calls neither this nor `set_step` also works: layers count every step of a
+    `torch.optim.Optimizer`. Call this if no such optimizer updates the weights, or if another model's
+    optimizer steps between two micro-batches. From the first call on only these calls count.
+
+    Args:
+        model: A model that `convert` has changed.
+    """
+    require("model", model, torch.nn.Module)
+    for module in stepped_modules(model).values():
+        module.step_taken()
+
+
+def discard_step(model: torch.nn.Module) -> None:
+    """Undo a computed step's changes to the state of recipes, if the optimizer does not take the step.
+
+    Histories of delayed scales forget what they recorded since `set_step` began the step, and pre-scaling
+    factors are restored. Weights and masters have not changed yet, because only the optimizer changes them.
+    """
+    for module in stepped_modules(model).values():
+        module.discard_step()
+
+
+def recipe_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The state of recipes that affects the trajectory, as `{"LAYER.PLACE.NAME": tensor}`.
+
+    It includes histories of operands (delayed scales, kept channels), scales of weights, masters and
+    pre-scaling factors. The tensors are the model's, not copies: copy into them to restore. A plain state
+    dict does not include them.
+    """
+    found = {
+        f"{name}.{key}".lstrip("."): tensor
+        for name, module in stepped_modules(model).items()
+        for key, tensor in (module.weight_tensors() | module.history_tensors()).items()
+    }
+    return dict(sorted(found.items(), key=lambda named: ".reduce." not in named[0]))  # as in checkpoints
+
+
+def stepped_modules(model: torch.nn.Module) -> dict[str, Stepped]:
+    """The modules of a model whose values depend on the step, by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, Stepped)}
+
+
+def require_same_tensors(current: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor]) -> None:
+    """Require the same names, shapes and dtypes; the error names the first difference."""
+    for key in sorted(current.keys() | saved.keys()):
+        require(f"{key!r} of the state", saved.get(key, current.get(key)), torch.Tensor)
+        both = (f"{s[key].dtype} {tuple(s[key].shape)}" if key in s else "absent" for s in (saved, current))
+        there, here = both
+        if here != there:
+            raise UserError(
+                f"the state is of another model or recipe: {key!r} is {there} there and {here} here; use the "
+                "model and recipe that it was saved with"
+            )
 
 
 def count_steps(layer: Any) -> None:

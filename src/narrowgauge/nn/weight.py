@@ -22,6 +22,7 @@ computes the scales of many layers in one all-reduce; a layer whose weight has c
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -54,10 +55,11 @@ from narrowgauge.quantization.state.parameter_state import (
     set_plain_gradient,
 )
 from narrowgauge.quantization.state.proxy import Opened, Proxy
-from narrowgauge.system.collectives import all_reduce_max
+from narrowgauge.system.collectives import all_reduce_max, broadcast_bytes
 from narrowgauge.system.errors import UserError
 from narrowgauge.system.torch_compat import (
     accept_any_gradient,
+    active_ddp,
     attach_fsdp_extension,
     has_hooks,
     is_called_after_accumulation,
@@ -67,6 +69,7 @@ from narrowgauge.system.torch_compat import (
 )
 
 T = TypeVar("T")
+_SENT: WeakKeyDictionary[torch.nn.Module, None] = WeakKeyDictionary()  # wrappers whose masters are sent
 aten = torch.ops.aten
 _VIEWS = {
     aten.detach.default,
@@ -309,6 +312,26 @@ def _collect_gradients_of(parameter: torch.nn.Parameter) -> None:
     requires_grad = parameter.requires_grad
     parameter.requires_grad_().register_post_accumulate_grad_hook(collect_gradient)
     parameter.requires_grad_(requires_grad)
+
+
+def send_masters(record: ParamState) -> None:
+    """In the first training pass of a DistributedDataParallel, send process 0's masters to all.
+
+    When it wraps a model it sends values alone, of the weights that it does not ignore. Process 0 then keeps
+    its masters, because its values stay the same; the other processes have masters of rounded values until
+    now. A pass for evaluation sends nothing, because perhaps only one process takes it. In the first training
+    pass every process must reach a layer whose weight has a master.
+    """
+    ddp = None if record.master is None else active_ddp()
+    if ddp is None or ddp in _SENT or not (ddp.training or torch.is_grad_enabled()):
+        return
+    _SENT[ddp] = None
+    for name, p in ddp.module.named_parameters():
+        master = state_of(p).master
+        if master is not None and name not in ddp.parameters_to_ignore:
+            master.wait()
+            for tensor in master.tensors.values():
+                broadcast_bytes(tensor.detach(), ddp.process_group, p.device)
 
 
 class WeightGather:

@@ -17,7 +17,7 @@ from narrowgauge.kernels import adamw as kernels
 from narrowgauge.optim.algorithm import Algorithm, KeyOf, UpdateBatch
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.quantization import QuantizedState, local_tensor, shard_of, state_of
-from narrowgauge.recipes import RecipeLike
+from narrowgauge.recipes.recipe import RecipeLike
 
 
 def adamw_update(batch: UpdateBatch, options: Mapping[str, Any]) -> None:

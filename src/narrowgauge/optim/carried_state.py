@@ -34,10 +34,10 @@ import torch
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from narrowgauge.nn.linear import Linear
-from narrowgauge.nn.step_state import Stepped, counting_layers
+from narrowgauge.nn.step_state import Stepped, counting_layers, require_same_tensors
 from narrowgauge.optim.groups import require_served
 from narrowgauge.quantization import ParamState, QuantizedState, state_of, stored_tensor
-from narrowgauge.system.errors import UserError, require
+from narrowgauge.system.errors import UserError
 from narrowgauge.system.torch_compat import local_tensor
 
 TORCHS = {"m": "exp_avg", "v": "exp_avg_sq"}  # its moments in the state of torch's AdamW
@@ -132,19 +132,6 @@ def _is_of(record: ParamState, prefix: str, saved: Mapping[str, torch.Tensor]) -
     values, now = scratch.read().clone(), weight.read()
     scratch.write(values)  # on every process, as the processes with its shards compute its scale together
     return any(torch.allclose(x, now, rtol=0, atol=0, equal_nan=True) for x in (values, scratch.read()))
-
-
-def require_same_tensors(current: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor]) -> None:
-    """Require the same names, shapes and dtypes; the error names the first difference."""
-    for key in sorted(current.keys() | saved.keys()):
-        require(f"{key!r} of the state", saved.get(key, current.get(key)), torch.Tensor)
-        both = (f"{s[key].dtype} {tuple(s[key].shape)}" if key in s else "absent" for s in (saved, current))
-        there, here = both
-        if here != there:
-            raise UserError(
-                f"the state is of another model or recipe: {key!r} is {there} there and {here} here; use the "
-                "model and recipe that it was saved with"
-            )
 
 
 def as_saved(t: torch.Tensor, p: torch.Tensor) -> torch.Tensor:

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from narrowgauge.nn.convert import recipe_tensors, stepped_modules
-from narrowgauge.optim.carried_state import require_same_tensors
+from narrowgauge.nn.step_state import recipe_tensors, require_same_tensors, stepped_modules
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.quantization import state_of, stored_tensor
 from narrowgauge.system.errors import UserError, checked, require

@@ -37,6 +37,7 @@ from typing import Any, ClassVar
 import torch
 
 from narrowgauge.formats import RandomStream, random_stream, stream_key, torch_dtype
+from narrowgauge.nn.step_state import require_same_tensors
 from narrowgauge.optim.algorithm import Algorithm, Tensors, UpdateBatch
 from narrowgauge.optim.carried_state import (
     PREFIX,
@@ -45,7 +46,6 @@ from narrowgauge.optim.carried_state import (
     as_saved,
     from_torch,
     require_same_groups,
-    require_same_tensors,
     require_torchs_adamw,
 )
 from narrowgauge.optim.feedback import fed_back, require_adamw

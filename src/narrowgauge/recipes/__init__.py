@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from narrowgauge.recipes.places import STATE_PLACES as STATE_PLACES
     from narrowgauge.recipes.places import is_wide as is_wide
     from narrowgauge.recipes.recipe import Recipe as Recipe
+    from narrowgauge.recipes.recipe import RecipeLike as RecipeLike
     from narrowgauge.recipes.recipe_rules import ATTENTION_PRODUCTS as ATTENTION_PRODUCTS
-    from narrowgauge.recipes.registry import RecipeLike as RecipeLike
     from narrowgauge.recipes.registry import comment as comment
     from narrowgauge.recipes.registry import differs as differs
     from narrowgauge.recipes.registry import load_recipe as load_recipe

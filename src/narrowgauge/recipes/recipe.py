@@ -215,6 +215,10 @@ class Recipe(Places):
         return changed.in_high_precision(modules) if modules else changed
 
 
+#: What stands wherever a recipe goes: a name, the path of a file, the keys of one, or a recipe.
+RecipeLike = str | Path | Mapping[str, Any] | Recipe
+
+
 def _text(table: Mapping[str, Any]) -> str:
     """A recipe's table as TOML, a line for each key."""
     nested: dict[str, Any] = {}

@@ -4,10 +4,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from textwrap import fill
-from typing import Any
 
 from narrowgauge.quantization import cast_names
-from narrowgauge.recipes.recipe import Recipe
+from narrowgauge.recipes.recipe import Recipe, RecipeLike
 from narrowgauge.system.errors import UserError, unknown
 from narrowgauge.system.files import named_text, shipped_text, unknown_name
 from narrowgauge.system.toml_text import parse_toml
@@ -87,10 +86,6 @@ def is_shipped(one: Recipe) -> bool:
 @cache
 def _shipped(name: str) -> Recipe:
     return parse_recipe(shipped_text("recipes/shipped", _files()[name]), f"{name}.toml")
-
-
-#: What stands wherever a recipe goes: a name, the path of a file, the keys of one, or a recipe.
-RecipeLike = str | Path | Mapping[str, Any] | Recipe
 
 
 def recipe_list(given: RecipeLike | Sequence[RecipeLike]) -> list[RecipeLike]:

@@ -8,8 +8,8 @@ import torch
 
 from narrowgauge.guard.raises import raises_of
 from narrowgauge.nn import DTYPES, apply_recipe, outline_of, recipe_tensors, set_step
+from narrowgauge.nn.step_state import require_same_tensors
 from narrowgauge.optim import AdamW, Muon, Optimizer, parameter_groups
-from narrowgauge.optim.carried_state import require_same_tensors
 from narrowgauge.quantization import ensure_state, stored_tensor
 from narrowgauge.quantization.state.parameter_state import is_large
 from narrowgauge.recipes import Recipe, resolve
