@@ -4,7 +4,7 @@ import torch
 
 from narrowgauge.nn import convert, set_step
 from narrowgauge.trainer.checkpoint.interop.compressed_tensors import write_quantized
-from narrowgauge.trainer.checkpoint.interop.gguf.model import write_gguf_model
+from narrowgauge.trainer.checkpoint.interop.gguf_model import write_gguf_model
 from narrowgauge.trainer.checkpoint.interop.huggingface import write_folder
 from narrowgauge.trainer.checkpoint.interop.modelopt import in_modelopt
 from narrowgauge.trainer.checkpoint.interop.safetensors_reader import SHARD_BYTES

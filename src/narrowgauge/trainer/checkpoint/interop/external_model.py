@@ -4,8 +4,8 @@ from pathlib import Path
 
 from narrowgauge.system.errors import UserError
 from narrowgauge.trainer.checkpoint.interop import huggingface
-from narrowgauge.trainer.checkpoint.interop.gguf.container import is_gguf
-from narrowgauge.trainer.checkpoint.interop.gguf.reader import read_gguf_external
+from narrowgauge.trainer.checkpoint.interop.gguf_file import is_gguf
+from narrowgauge.trainer.checkpoint.interop.gguf_model import read_gguf_external
 from narrowgauge.trainer.checkpoint.interop.llmc import is_llmc, read_llmc
 from narrowgauge.trainer.checkpoint.interop.name_map import ExternalModel
 from narrowgauge.trainer.checkpoint.interop.safetensors_reader import INDEX, SINGLE_FILE, pickle_at

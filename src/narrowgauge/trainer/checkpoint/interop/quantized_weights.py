@@ -37,8 +37,9 @@ Hugging Face transformers, `convert_moe_packed_tensors`.)
 """
 
 import json
+import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -187,14 +188,14 @@ def dequantize(parts: Mapping[str, torch.Tensor], block: tuple[int, int]) -> tup
         raise ValueError(f"the codes have {codes.ndim} dimensions")
     if codes.dtype == torch.float8_e4m3fn:
         if _is_e8m0(scale):
-            return _product(codes.float(), _each(_e8m0(scale), codes.shape)), "mxfp8"
-        return _product(codes.float(), _fp8_scale(scale.float(), codes.shape, block)), "fp8"
+            return times_scale(codes.float(), _each(_e8m0(scale), codes.shape)), "mxfp8"
+        return times_scale(codes.float(), _fp8_scale(scale.float(), codes.shape, block)), "fp8"
     if codes.dtype != torch.uint8 or scale.ndim != 2:
         raise ValueError(f"codes are {codes.dtype}, scales {scale.dtype} in {scale.ndim} dimensions")
     if scale.dtype == torch.float8_e4m3fn:
         q_NK = decode(unpack(codes, format("e2m1"), 2 * codes.shape[1]), format("e2m1"))
         scale, of_tensor = _nvfp4_scale(scale.float(), parts)
-        return _product(q_NK, _each(scale, q_NK.shape), of_tensor), "nvfp4"
+        return times_scale(q_NK, _each(scale, q_NK.shape), of_tensor=of_tensor), "nvfp4"
     if not _is_e8m0(scale):
         raise ValueError(f"packed codes have scales of {scale.dtype}")
     width = 32 * scale.shape[1]
@@ -202,43 +203,34 @@ def dequantize(parts: Mapping[str, torch.Tensor], block: tuple[int, int]) -> tup
     if kind == "mxfp6" and codes.shape[1] * 4 != width * 3:
         raise ValueError(f"{codes.shape[1]} bytes a row do not hold {width} codes of 4 or 6 bits")
     q_NK = decode(unpack(codes, format(name), width), format(name))
-    return _product(q_NK, _each(_e8m0(scale), q_NK.shape)), kind
+    return times_scale(q_NK, _each(_e8m0(scale), q_NK.shape)), kind
 
 
-def _product(q: torch.Tensor, scale: torch.Tensor, of_tensor: float | None = None) -> torch.Tensor:
-    """The values of codes times their scales, which are checked; `of_tensor` is a factor of all scales."""
-    weight = q * scale
+def times_scale(
+    q: torch.Tensor, scale: torch.Tensor, lacks_scale: bool = False, of_tensor: float | None = None
+) -> torch.Tensor:
+    """The values of codes times their scales; raises `ValueError` on scales that no quantizer makes.
 
-    def inverted() -> float:
-        other = weight / of_tensor**2 if of_tensor else q / scale
-        return float(other.abs().nan_to_num(0, 0, 0).max())
-
-    require_sound(q, weight, float(scale.min()), inverted)
-    return weight
-
-
-def require_sound(
-    q: torch.Tensor, weight: torch.Tensor, lowest: float, inverted: Callable[[], float] | None
-) -> None:
-    """Check the scales of a weight; `lowest` is the smallest of them. Raises `ValueError`.
-
-    `q` has the values of the codes, and `weight` the same times their scales. `inverted` returns the largest
-    value with the reciprocal of the scale; it is None if the scale of the tensor is missing.
+    `lacks_scale`: the scale of the tensor is missing. `of_tensor`: that scale, a factor of all in `scale`.
     """
-    if lowest < 0:
+    weight = q * scale
+    if float(scale.min()) < 0:
         raise ValueError("a scale is negative")
     largest = float(weight.abs().max()) if weight.numel() else 0.0
     if largest < _ZERO and bool(q.any()):
         raise ValueError("all scales are 0")
     if largest <= _ZERO or _SMALLEST <= largest <= _LARGEST:
-        return
-    if inverted is None and largest > _LARGEST:
+        return weight
+    if lacks_scale and largest > _LARGEST:
         raise ValueError(f"its values reach {largest:.2g}, and the scale of the tensor is missing")
-    if inverted is not None and _SMALLEST <= (other := inverted()) <= _LARGEST:
+    inverted = weight / of_tensor**2 if of_tensor else q / scale
+    other = float(inverted.abs().nan_to_num(0, 0, 0).max())
+    if math.isfinite(largest) and _SMALLEST <= other <= _LARGEST:
         raise ValueError(
             f"its values reach {largest:.2g}, and {other:.2g} with the reciprocal of the scale, so that is "
             "what was stored"
         )
+    return weight
 
 
 def _nvfp4_scale(scale: torch.Tensor, parts: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, float]:

@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 from narrowgauge.nn import Linear
 from narrowgauge.system.errors import UserError
 from narrowgauge.trainer.checkpoint.interop.activations import amax_of_scale
-from narrowgauge.trainer.checkpoint.interop.gguf.container import read_gguf
-from narrowgauge.trainer.checkpoint.interop.gguf.model import GGUF_FILE
+from narrowgauge.trainer.checkpoint.interop.gguf_file import GGUF_FILE, read_gguf
 from narrowgauge.trainer.checkpoint.interop.name_map import name_map
 from narrowgauge.trainer.checkpoint.interop.safetensors_reader import TensorFolder
 from narrowgauge.trainer.models import Transformer

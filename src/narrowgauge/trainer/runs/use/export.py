@@ -27,8 +27,8 @@ from narrowgauge.trainer.checkpoint.interop.activations import (
 )
 from narrowgauge.trainer.checkpoint.interop.compressed_tensors import narrow_layers, write_quantized
 from narrowgauge.trainer.checkpoint.interop.external_model import read_external_model
-from narrowgauge.trainer.checkpoint.interop.gguf.model import (
-    GGUF_FILE,
+from narrowgauge.trainer.checkpoint.interop.gguf_file import GGUF_FILE, read_gguf
+from narrowgauge.trainer.checkpoint.interop.gguf_model import (
     expected_values,
     read_gguf_model,
     write_gguf_model,
@@ -160,7 +160,7 @@ def _read_back(
     """Refuse files that do not hold what the run multiplies, or the scales of activations."""
     model, weights, stored = source.model, source.weights(), _plain_dtype(to, dtype)
     if to == "gguf":
-        found = read_gguf_model(folder / GGUF_FILE, model.config)
+        found = read_gguf_model(read_gguf(folder / GGUF_FILE), model.config)
         require_read_back(found, expected_values(model, weights, stored))
         return
     expected = {name: weight.to(stored).float() for name, weight in weights.items()}

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from narrowgauge.system.errors import UserError
 from narrowgauge.system.processes import Answering
-from narrowgauge.trainer.checkpoint.interop.gguf.model import GGUF_FILE
+from narrowgauge.trainer.checkpoint.interop.gguf_file import GGUF_FILE
 
 Answers = Mapping[str, Callable[[Any], Any]]
 _GRACE_S = 60.0  # for libraries to end their processes, and to return what they share with others

@@ -18,7 +18,7 @@ Legend: N rows, K columns.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +32,10 @@ from narrowgauge.recipes.describe import layout_of
 from narrowgauge.system.errors import UserError
 from narrowgauge.trainer.data.sources.records import package
 
-_MAGIC = b"GGUF"
-_OWN = "GGUF."  # prefix of the reader's own fields, which are not keys of the file
+GGUF_FILE = "model.gguf"
 #: The type of each cast's codes, and the columns of a block.
 _TYPE_OF = {"mxfp4": ("MXFP4", 32), "nvfp4": ("NVFP4", 16), "mxint8": ("Q8_0", 32)}
-PLAIN: Mapping[str, torch.dtype] = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+PLAIN = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _NAMES = {dtype: name for name, dtype in PLAIN.items()}
 _FP16_EXPONENTS = (-24, 15)  # powers of two that fp16 holds exactly
 _NO_NUMBER = {"MXFP4": (1, 255), "NVFP4": (4, 127)}  # bytes of scales at the start of a block, and their NaN
@@ -52,15 +51,12 @@ class StoredRows:
     # the scale of a matrix, which multiplies all values; a file holds it as another tensor
     scale: float | None = None
 
-    def at(self, rows: NDArray[np.intp]) -> "StoredRows":
-        """Some of the rows, in the order of their numbers."""
-        return replace(self, data=self.data[rows], shape=(len(rows), *self.shape[1:]))
-
 
 @dataclass(frozen=True)
 class GgufFile:
     """The contents of a file: its keys, and its tensors by name."""
 
+    path: Path
     metadata: dict[str, Any]
     tensors: dict[str, StoredRows]
 
@@ -73,7 +69,7 @@ def library() -> Any:
 def is_gguf(path: Path) -> bool:
     """Whether a file begins as GGUF."""
     with path.open("rb") as file:
-        return file.read(4) == _MAGIC
+        return file.read(4) == b"GGUF"
 
 
 def block_of(kind: str) -> tuple[int, int]:
@@ -81,17 +77,6 @@ def block_of(kind: str) -> tuple[int, int]:
     gguf = library()
     elements, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     return int(elements), int(size)
-
-
-def is_readable(kind: str) -> bool:
-    """Whether the package decodes a type."""
-    gguf, block = library(), np.zeros((1, block_of(kind)[1]), np.uint8)
-    try:
-        with np.errstate(all="ignore"):
-            gguf.quants.dequantize(block, gguf.GGMLQuantizationType[kind])
-    except NotImplementedError:
-        return False
-    return True
 
 
 def read_gguf(path: Path) -> GgufFile:
@@ -109,16 +94,17 @@ def read_gguf(path: Path) -> GgufFile:
 
     try:
         reader = Bounded(path)
-        metadata = {key: f.contents() for key, f in reader.fields.items() if not key.startswith(_OWN)}
+        fields = {key: field.contents() for key, field in reader.fields.items()}
     except (ValueError, LookupError, OverflowError, RecursionError) as error:
         raise UserError(f"{path} cannot be read: {error}; fetch it again") from None
     tensors = {}
     for tensor in reader.tensors:
         shape, data = tuple(map(int, reversed(tensor.shape))), tensor.data.reshape(-1).view(np.uint8)
-        tensors[tensor.name] = StoredRows(
-            tensor.tensor_type.name, data.reshape(shape[0], -1) if shape and shape[0] else data, shape
-        )
-    return GgufFile(metadata, tensors)
+        rows = data.reshape(shape[0], -1) if shape and shape[0] else data
+        tensors[tensor.name] = StoredRows(tensor.tensor_type.name, rows, shape)
+    own = "GGUF."  # begins the reader's own fields, which are not keys of the file
+    metadata = {key: value for key, value in fields.items() if not key.startswith(own)}
+    return GgufFile(path, metadata, tensors)
 
 
 def write_gguf(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, StoredRows]) -> None:
@@ -153,20 +139,15 @@ def plain_rows(values: torch.Tensor, dtype: torch.dtype | None = None) -> Stored
         dtype = torch.bfloat16 if is_exact else torch.float32
     if values.ndim == 1:  # ggml adds and multiplies vectors in fp32
         dtype = torch.float32
-    stored = values.to(dtype).view(torch.int32 if dtype == torch.float32 else torch.int16)
-    return StoredRows(
-        _NAMES[dtype], stored.numpy().view(np.uint8).reshape(len(values), -1), tuple(values.shape)
-    )
+    data = values.to(dtype).view(len(values), -1).view(torch.uint8).numpy()
+    return StoredRows(_NAMES[dtype], data, tuple(values.shape))
 
 
 def type_of(cast: Cast, columns: int) -> str | None:
     """The type that holds the codes of a cast in rows of `columns` columns; None if there is none."""
-    layout = layout_of(cast)
-    layout.pop("block", None)
     for name, (kind, width) in _TYPE_OF.items():
-        known = layout_of(named_cast(name))
-        known.pop("block", None)
-        if layout == known and cast.block is not None and cast.block[1] == width:
+        alike = layout_of(cast) | {"block": None} == layout_of(named_cast(name)) | {"block": None}
+        if alike and cast.block is not None and cast.block[1] == width:
             return kind if columns % block_of(kind)[0] == 0 else None
     return None
 
@@ -179,33 +160,30 @@ def code_rows(q: QTensor, kind: str) -> StoredRows | None:
     scales = q.scale_codes.repeat_interleave(q.cast.block[0], dim=0)[:N].cpu().numpy()
     codes = q.codes.cpu().numpy()
     if kind == "Q8_0":
+        codes = codes.reshape(N, -1, 32)
         exponents = scales.astype(np.int32) - 133  # the element int8 counts steps of 2^-6
-        is_empty = ~codes.reshape(N, -1, 32).any(-1)
-        exponents = np.where(is_empty, 0, exponents)
+        exponents = np.where(codes.any(-1), exponents, 0)
         low, high = _FP16_EXPONENTS
         if exponents.min() < low or exponents.max() > high:
             return None
-        d = np.ldexp(np.float32(1), exponents).astype("<f2")[..., None].view(np.uint8)
-        blocks = np.concatenate((d, codes.reshape(N, -1, 32)), -1)
+        parts = np.ldexp(np.float32(1), exponents).astype("<f2")[..., None].view(np.uint8), codes
     elif kind == "MXFP4":
-        blocks = np.concatenate((scales[..., None], _nibbles(codes, 32)), -1)
+        parts = scales[..., None], _nibbles(codes, 32)
     else:
-        groups = (_nibbles(codes, 16).reshape(N, -1, 32), scales.reshape(N, -1, 4))
-        blocks = np.concatenate(groups[::-1], -1)
+        parts = scales.reshape(N, -1, 4), _nibbles(codes, 16).reshape(N, -1, 32)
     scale = float(q.tensor_scale) if kind == "NVFP4" else None
-    return StoredRows(kind, blocks.reshape(N, -1), (N, K), scale)
+    return StoredRows(kind, np.concatenate(parts, -1).reshape(N, -1), (N, K), scale)
 
 
 def values_of(rows: StoredRows) -> torch.Tensor:
-    """The values of rows, float32 of their shape; NaN in a 4-bit block whose scale is NaN."""
-    data = np.ascontiguousarray(rows.data)
-    if dtype := PLAIN.get(rows.type):
-        bits = np.int32 if rows.type == "F32" else np.int16
-        return torch.from_numpy(data.view(bits).copy()).view(dtype).float().reshape(rows.shape)
-    gguf, (elements, size) = library(), block_of(rows.type)
+    """The values of rows, float32 of their shape; NaN in a 4-bit block whose scale is NaN.
+
+    Raises `NotImplementedError` if the package does not decode their type.
+    """
+    gguf, (elements, size), data = library(), block_of(rows.type), np.ascontiguousarray(rows.data)
+    lines = data.reshape(-1, rows.shape[-1] // elements * size)
     with np.errstate(all="ignore"):  # the reader refuses what is not finite
-        lines = data.reshape(-1, rows.shape[-1] // elements * size)
-        found = gguf.quants.dequantize(lines, gguf.GGMLQuantizationType[rows.type])
+        found = np.require(gguf.quants.dequantize(lines, gguf.GGMLQuantizationType[rows.type]), None, "W")
     if rows.type in _NO_NUMBER:  # which the package reads as one
         scales, code = _NO_NUMBER[rows.type]
         found.reshape(-1, elements)[(data.reshape(-1, size)[:, :scales] == code).any(1)] = np.nan

@@ -19,23 +19,25 @@ from typing import Any
 from tokenizers import AddedToken, processors
 
 from narrowgauge.system.errors import UserError
-from narrowgauge.trainer.checkpoint.interop.huggingface import CONFIG, TOKENIZER_CONFIG
+from narrowgauge.trainer.checkpoint.interop.huggingface import (
+    CONFIG,
+    TOKENIZER_CONFIG,
+    tokens_around_a_text,
+)
 from narrowgauge.trainer.data import Tokenizer
 from narrowgauge.trainer.data.tokenization.formats import PATTERNS, byte_level_bpe
 from narrowgauge.trainer.data.tokenization.tokenizer import wrap_tokenizer
 
 _NORMAL, _CONTROL, _ADDED, _UNUSED = 1, 3, 4, 5
+_TOKEN_IDS = ("bos_token_id", "eos_token_id")
 
 
 def tokenizer_keys(
-    tokenizer: Tokenizer | None,
-    entries: int,
-    token_ids: Mapping[str, Any],
-    chat_template: object = None,
+    tokenizer: Tokenizer | None, entries: int, special_tokens: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The keys for a model with `entries` rows of its embedding, and perhaps without a tokenizer.
 
-    `token_ids` has "bos_token_id" and "eos_token_id", as a `config.json`; the chat template is Jinja text.
+    `special_tokens` is the result of `huggingface.special_tokens_of`.
     """
     if tokenizer is None:
         return {"tokenizer.ggml.model": "none"}
@@ -55,12 +57,14 @@ def tokenizer_keys(
         "tokenizer.ggml.merges": [" ".join(m) if isinstance(m, list) else m for m in file["model"]["merges"]],
         "tokenizer.ggml.add_bos_token": bool(tokenizer.library.encode("", add_special_tokens=True).ids),
     }
-    for name in ("bos", "eos"):
-        ids = token_ids.get(f"{name}_token_id")
+    token_ids = tokens_around_a_text(tokenizer, special_tokens)
+    for name in _TOKEN_IDS:
+        ids = token_ids.get(name)
         first = next((i for i in (ids if isinstance(ids, list) else [ids]) if type(i) is int), None)
         if first is not None and 0 <= first < entries:
-            keys[f"tokenizer.ggml.{name}_token_id"] = first
-    return keys | ({"tokenizer.chat_template": chat_template} if isinstance(chat_template, str) else {})
+            keys[f"tokenizer.ggml.{name}"] = first
+    template = special_tokens.get(TOKENIZER_CONFIG, {}).get("chat_template")
+    return keys | ({"tokenizer.chat_template": template} if isinstance(template, str) else {})
 
 
 def tokenizer_of(metadata: Mapping[str, Any]) -> Tokenizer | None:
@@ -73,9 +77,8 @@ def tokenizer_of(metadata: Mapping[str, Any]) -> Tokenizer | None:
     merges = [(left, right) for left, *rest in pairs for right in rest]
     normal = {str(token): i for i, token in enumerate(tokens) if kinds[i] == _NORMAL}
     added = {i: str(tokens[i]) for i, kind in enumerate(kinds) if kind in (_CONTROL, _ADDED)}
-    free = range(
-        len(normal), len(normal) + len(added)
-    )  # the ids that the library gives tokens it does not know
+    # the ids that the library gives tokens it does not know
+    free = range(len(normal), len(normal) + len(added))
     if list(added) != list(free) or sorted(normal.values()) != list(range(len(normal))):
         normal |= {token: i for i, token in added.items()}
     try:
@@ -97,8 +100,8 @@ def tokenizer_of(metadata: Mapping[str, Any]) -> Tokenizer | None:
 
 def settings_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """The special tokens and the chat template in the keys of a file, as `huggingface.special_tokens_of`."""
-    names = {f"{name}_token_id": f"tokenizer.ggml.{name}_token_id" for name in ("bos", "eos")}
-    tokens = {name: metadata[key] for name, key in names.items() if type(metadata.get(key)) is int}
+    said = {name: metadata.get(f"tokenizer.ggml.{name}") for name in _TOKEN_IDS}
+    tokens = {name: number for name, number in said.items() if type(number) is int}
     template = metadata.get("tokenizer.chat_template")
     found: dict[str, Any] = {CONFIG: tokens} if tokens else {}
     return found | ({TOKENIZER_CONFIG: {"chat_template": template}} if isinstance(template, str) else {})

@@ -1,1 +1,0 @@
-"""GGUF: files of llama.cpp, in and out."""
