@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 
 from narrowgauge.exchange import SOURCES, read_recipe, refusals, write_recipe
-from narrowgauge.quantization import make_cast
 from narrowgauge.recipes import recipe, recipe_names
 from narrowgauge.system.errors import UserError
 
@@ -52,20 +51,25 @@ def read(text, source, folder, blocks=None):
     return read_recipe(file, source, blocks)
 
 
-OF_TE = {
-    "Float8CurrentScaling()": "fp8",
-    "recipe.NVFP4BlockScaling()": "nvfp4",
-    "MXFP8BlockScaling(fp8_format=Format.E4M3)": "mxfp8",
-    "te.recipe.MXFP8BlockScaling(0, Format.E4M3, enable_2d_quantization=True)": "mxfp8-2d",
-}
+#: A call of a tool with its defaults: the recipe, and what its values lose.
+CALLS = [
+    ("te", "Float8CurrentScaling()", "fp8", "fp8_gemm_fprop"),
+    ("te", "recipe.NVFP4BlockScaling()", "nvfp4", ""),
+    ("te", "MXFP8BlockScaling(fp8_format=Format.E4M3)", "mxfp8", ""),
+    ("te", "te.recipe.MXFP8BlockScaling(0, Format.E4M3, enable_2d_quantization=True)", "mxfp8-2d", ""),
+    ("torchao", 'Float8LinearConfig.from_recipe_name("rowwise")', "fp8-row", "use_fast_accum"),
+]
 
 
-@pytest.mark.parametrize("call", OF_TE)
-def test_a_recipe_of_transformer_engine_with_its_defaults(call, tmp_path):
-    found = read(f"import anything\nmine = {call}\n", "te", tmp_path)
-    assert found.casts == recipe(OF_TE[call]).casts
+@pytest.mark.parametrize(("tool", "call", "name", "loses"), CALLS)
+def test_a_call_with_its_defaults(tool, call, name, loses, tmp_path):
+    """The file is parsed and never executed."""
+    made = tmp_path / "made"
+    found = read(f'import anything\nopen({str(made)!r}, "w").close()\nmine = {call}\n', tool, tmp_path)
+    assert found.casts == recipe(name).casts
     assert any("which layers are narrow" in sentence for sentence in lost(found))
-    assert OF_TE[call] != "fp8" or any("fp8_gemm_fprop" in sentence for sentence in lost(found))
+    assert any(loses in sentence for sentence in lost(found))
+    assert not made.exists()
 
 
 MATCHERS = """
@@ -252,6 +256,8 @@ REFUSED = [
     ("megatron", "a: 1", "has no configs and matchers"),
     ("megatron", "a: !!python/object/apply:os.system ['true']", "is not YAML"),
     ("modelopt", "a: 1", "has no list quant_cfg"),
+    ("megatron", "configs: 3\nmatchers: 4", "not of the form that the tool reads"),
+    ("modelopt", "&a [*a]", "not of the form that the tool reads"),
     # of ModelOpt's, next to the files that it imports
     *(("modelopt", MODELOPT.replace(*change), sentence) for change, sentence in CHANGES.items()),
 ]
@@ -259,17 +265,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("source", "text", "sentence"), REFUSED)
 def test_what_no_recipe_holds_is_refused_by_name(source, text, sentence, imported):
-    with pytest.raises(UserError, match=sentence):
+    with pytest.raises(UserError, match=sentence) as caught:
         read(text, source, imported, blocks=8)
-
-
-def test_a_file_is_parsed_and_never_executed(tmp_path):
-    text = f'open({str(tmp_path / "made")!r}, "w").close()\nA = MXFP8BlockScaling()\n'
-    assert read(text, "te", tmp_path).casts["fprop.x"] == make_cast("mxfp8")
-    assert not (tmp_path / "made").exists()
-
-
-def test_a_named_recipe_of_torchao(tmp_path):
-    found = read('CONFIG = Float8LinearConfig.from_recipe_name("rowwise")\n', "torchao", tmp_path)
-    assert found.casts == recipe("fp8-row").casts
-    assert any("use_fast_accum" in sentence for sentence in lost(found))
+    assert "theirs" in str(caught.value).partition(":")[0]
+    assert "\n" not in str(caught.value)

@@ -7,7 +7,7 @@ A tool is a module around one table of its names, which both directions use:
     choices       the casts that it has in a place: any other is refused by the keys in which it differs
     others        refusals beyond these: casts that do not go together, layers that cannot be selected
     text, notes   the file; and where its values still differ, and what its user has to do
-    read          what a file specifies; without it, files are not read
+    read          what the text of a file specifies; without it, files are not read
 """
 
 import re
@@ -19,9 +19,8 @@ from types import ModuleType
 
 import narrowgauge
 from narrowgauge.exchange import megatron, modelopt, qwix, te, torchao
-from narrowgauge.exchange.layers import narrowed
-from narrowgauge.exchange.reading import Reading, read_text
-from narrowgauge.exchange.refusal import Refusal, Refused, cast_refusals, outside_products, refused
+from narrowgauge.exchange.reading import Reading, about, read_text
+from narrowgauge.exchange.refusal import Refusal, Refused, cast_refusals, narrowed, outside_products
 from narrowgauge.recipes.places import GEMM_PLACES
 from narrowgauge.recipes.recipe import Recipe
 from narrowgauge.recipes.registry import is_shipped
@@ -39,10 +38,11 @@ TARGETS: Mapping[str, ModuleType] = {
 }
 #: The tools whose files can be read.
 SOURCES = {name: tool for name, tool in TARGETS.items() if hasattr(tool, "read")}
-# The comment at the top of a written file, which is read again.
-_FIRST = re.compile(r"Recipe (?P<name>\S+) of narrowgauge \S+, for ")
-_LINE = "Written by: "
-_SOURCE = "Source of the recipe: "
+# The comment at the top of a written file, as `_header` writes it, with its lines unwrapped.
+_HEADER = re.compile(
+    r"# Recipe (?P<name>\S+) of narrowgauge \S+, for .*\n(# Written by: .*\n)?"
+    r"# (?P<title>.*?)\.?\n# Source of the recipe: (?P<source>.*?)\.?(\n|$)"
+)
 
 
 def refusals(recipe: Recipe, target: str) -> list[Refusal]:
@@ -79,7 +79,7 @@ def write_recipe(recipe: Recipe, target: str, blocks: int | None = None, given: 
         UserError: No target has that name, or `blocks` is missing.
     """
     if found := refusals(recipe, target):
-        raise refused(recipe, target, found)
+        raise Refused(_sentence(recipe, target, found))
     tool = TARGETS[target]
     plain, only = narrowed(recipe, getattr(tool, "PATTERN", None))
     body = tool.text(plain, only, blocks)
@@ -108,13 +108,32 @@ def read_recipe(path: str | Path, source: str, blocks: int | None = None) -> Rec
     if source not in SOURCES:
         raise unknown("source", source, SOURCES)
     file, tool = Path(path), SOURCES[source]
-    reading: Reading = tool.read(file, blocks)
-    named = _words(read_text(file)) or {
+    text = read_text(file)
+    with about(file):
+        reading: Reading = tool.read(text, file, blocks)
+    words = {
         "name": file.stem,
         "title": f"read from {file.name}, a file of {source}",
         "source": f"{file.name}, by the names of {tool.VERSION}",
     }
-    return Recipe.from_toml(reading.toml(named, "bf16"), str(path))
+    if ours := _HEADER.match(re.sub(r"\n# {5}", " ", text.partition("\n\n")[0])):
+        words = ours.groupdict()
+    return Recipe.from_toml(reading.toml(words), str(path))
+
+
+def _sentence(recipe: Recipe, target: str, refusals: Sequence[Refusal]) -> str:
+    """What a target cannot express; a reason shared by several places is listed once."""
+    places: dict[str, list[str]] = {}
+    for one in refusals:
+        places.setdefault(one.why, []).append(one.place)
+    parts = []
+    for why, of_why in places.items():
+        named = ", ".join(dict.fromkeys(p for p in of_why if p and not why.startswith(f"{p} =")))
+        parts.append(f"{named}: {why}" if named else why)
+    return (
+        f"recipe {recipe.name!r} cannot be written for {target}: {'; '.join(parts)}; change these keys in a "
+        "copy of the recipe, or name another target"
+    )
 
 
 def _header(recipe: Recipe, version: str, line: str, notes: Sequence[str]) -> str:
@@ -124,25 +143,10 @@ def _header(recipe: Recipe, version: str, line: str, notes: Sequence[str]) -> st
     """
     lines = [
         f"Recipe {recipe.name} of narrowgauge {narrowgauge.__version__}, for {version}.",
-        *([f"{_LINE}{line}"] if line else []),
+        *([f"Written by: {line}"] if line else []),
         f"{recipe.title[:1].upper()}{recipe.title[1:]}.",
-        f"{_SOURCE}{recipe.source}.",
+        f"Source of the recipe: {recipe.source}.",
         *notes,
     ]
     wrapped = (textwrap.wrap(t, 108, subsequent_indent="    ", break_long_words=False) for t in lines)
     return "\n".join(f"# {line}".rstrip() for part in wrapped for line in part)
-
-
-def _words(text: str) -> dict[str, str]:
-    """The name, title and source of a written file; nothing for a file without this header."""
-    head = text.partition("\n\n")[0]
-    lines = [line.strip() for line in re.sub(r"\n# {5}", " ", head).split("\n")]
-    if not lines or not all(line.startswith("#") for line in lines):
-        return {}
-    said = [line.removeprefix("#").strip() for line in lines]
-    first = _FIRST.match(said[0])
-    title, source = [*(text for text in said[1:] if not text.startswith(_LINE)), "", ""][:2]
-    if not first or not source.startswith(_SOURCE):
-        return {}
-    source = source.removeprefix(_SOURCE).removesuffix(".")
-    return {"name": first["name"], "title": title.removesuffix("."), "source": source}

@@ -7,18 +7,17 @@ is the file that `--to te` writes. Source: Megatron-LM @ d98e8a6, core/extension
 
 import re
 from collections.abc import Mapping, Sequence
-from math import ceil
 from pathlib import Path
 from typing import Any
 
 from narrowgauge.exchange import te
-from narrowgauge.exchange.layers import kept
-from narrowgauge.exchange.reading import Keep, Reading, read_text, yaml_documents
-from narrowgauge.exchange.refusal import Refusal
+from narrowgauge.exchange.reading import Reading, about, read_text, yaml_documents
+from narrowgauge.exchange.refusal import Refusal, kept
 from narrowgauge.exchange.te import choices, delayed_scaling, own_recipe, own_recipes
 from narrowgauge.quantization import Cast
 from narrowgauge.recipes.places import GEMM_PLACES
 from narrowgauge.recipes.recipe import Recipe
+from narrowgauge.recipes.rule import number_of_blocks
 from narrowgauge.system.errors import UserError
 
 #: Megatron compares a pattern with the whole name, a rule also with the last part of a name: they agree on a
@@ -85,7 +84,10 @@ def text(recipe: Recipe, only: tuple[str, ...], blocks: int | None) -> str:
     said = own.above if own else {}
     said = said or {"fp8_quantization_recipe": "custom", "custom_recipe_factory": factory}
     fields = "".join(f'      {key}: "{value}"\n' for key, value in said.items())
-    matchers = [(f"block_{n}", "wide", f"*layers.{n}.*") for n in _wide_blocks(first, last, blocks or 0)]
+    total = blocks or 0
+    ends = number_of_blocks(first, total), total - number_of_blocks(last, total)
+    wide = sorted({*range(ends[0]), *range(ends[1], total)})
+    matchers = [(f"block_{n}", "wide", f"*layers.{n}.*") for n in wide]
     if only:
         for config, patterns in (("wide", modules), ("narrow", only)):
             matchers += [(f"{config}_{n}", config, pattern) for n, pattern in enumerate(patterns)]
@@ -118,13 +120,6 @@ def _module(recipe: Recipe) -> str:
     return f"te_{recipe.name.replace('-', '_')}"
 
 
-def _wide_blocks(first: float, last: float, total: int) -> list[int]:
-    def count(requested: float) -> int:
-        return requested if isinstance(requested, int) else ceil(round(requested * total, 6))
-
-    return sorted({*range(count(first)), *range(total - count(last), total)})
-
-
 def notes(recipe: Recipe) -> list[str]:
     """The places where Megatron's values differ from the recipe, and what its user has to do."""
     own = own_recipe(recipe)
@@ -142,63 +137,62 @@ def notes(recipe: Recipe) -> list[str]:
     return found + te.notes_of_values(recipe)
 
 
-def read(path: Path, blocks: int | None = None) -> Reading:
+def read(text: str, path: Path, blocks: int | None = None) -> Reading:
     """Read the YAML of --te-precision-config-file: one low-precision configuration and wide blocks.
 
     A factory that the file names is read from a Python file in the same folder. The number of blocks of the
     model is needed if some of the last stay wide.
     """
-    content = read_text(path)
-    (file, *_) = yaml_documents(content, path) or [None]
+    file = yaml_documents(text)[0]
     if not isinstance(file, Mapping) or not {"configs", "matchers"} <= set(file):
-        raise UserError(f"{path} has no configs and matchers; name a file for --te-precision-config-file")
-    if not file["configs"] and (said := _DELAYED.search(content)):
+        raise UserError("it has no configs and matchers; name a file for --te-precision-config-file")
+    configs = file["configs"]
+    if not configs and (said := _DELAYED.search(text)):
         word, margin, history, algorithm = said.groups()
         own = delayed_scaling(word.upper(), int(history), algorithm, int(margin))
-        return Reading(casts=own.casts, keep=Keep(HEADS[:2]))
-    wide, narrow, config, has_rest = _matched(path, file)
-    casts, lost = _casts(path, config, file["configs"][config])
+        return Reading(casts=own.casts, keep=(HEADS[:2], 0, 0))
+    wide, narrow, config, has_rest = _matched(configs, file["matchers"])
+    casts, lost = _casts(path, config, configs[config])
     found = {pattern: _BLOCK.fullmatch(pattern) for pattern in wide}
     others = tuple(pattern for pattern, block in found.items() if not block)
-    first, last = _ends(path, sorted({int(block[1]) for block in found.values() if block}), blocks)
+    first, last = _ends(sorted({int(block[1]) for block in found.values() if block}), blocks)
     if narrow[-1] in _REST:
         if others:
             raise UserError(
-                f"{path}: {', '.join(others)} stay wide and all other modules are narrow, but [keep] takes "
+                f"{', '.join(others)} stay wide and all other modules are narrow, but [keep] takes "
                 "whole blocks of such a file; name the narrow modules, or write a [[rule]]"
             )
-        return Reading(casts=casts, keep=Keep(HEADS[:2], first, last), lost=lost)
+        return Reading(casts=casts, keep=(HEADS[:2], first, last), lost=lost)
     if not has_rest:
         lost.append("modules that no matcher names: the file leaves them to Megatron's other arguments")
-    return Reading(casts=casts, only=tuple(narrow), keep=Keep(others, first, last), lost=lost)
+    return Reading(casts=casts, only=tuple(narrow), keep=(others, first, last), lost=lost)
 
 
-def _matched(path: Path, file: Mapping[str, Any]) -> tuple[list[str], list[str], str, bool]:
+def _matched(
+    configs: Mapping[str, Any], matchers: Mapping[str, Any]
+) -> tuple[list[str], list[str], str, bool]:
     """The patterns of the wide matchers above the narrow ones; those of the narrow ones, and their
     configuration; whether a matcher is for the rest. The first matcher that fits a module wins.
     """
-    configs = file["configs"]
     found: list[tuple[str, str, str]] = []
-    for name, matcher in file["matchers"].items():
+    for name, matcher in matchers.items():
         if matcher.get("enabled", False) and not (found and found[-1][1] in _REST):
             found.append((name, str(matcher.get("pattern")), config := str(matcher.get("config"))))
             if matcher.get("type") != "glob" or config not in configs:
                 raise UserError(
-                    f"{path}: matcher {name!r} is not a glob with one of the configurations "
+                    f"matcher {name!r} is not a glob with one of the configurations "
                     f"{', '.join(configs)}; correct it"
                 )
     kinds = "".join("n" if _fields(configs[config] or {}) else "w" for *_, config in found)
     parts = re.match("(w*)(n+)w*", kinds)
     if parts is None:
-        raise UserError(
-            f"{path}: no enabled matcher has a narrow configuration; give one to {_ALL}, or to modules"
-        )
+        raise UserError(f"no enabled matcher has a narrow configuration; give one to {_ALL}, or to modules")
     above, narrow = (found[slice(*parts.span(part))] for part in (1, 2))
     of_narrow = narrow[0][2]
     if wrong := [m for m in narrow if m[2] != of_narrow] + found[parts.end() :]:
         name, pattern, config = wrong[0]
         raise UserError(
-            f"{path}: matcher {name!r} gives {pattern!r} the configuration {config!r}; a recipe of "
+            f"matcher {name!r} gives {pattern!r} the configuration {config!r}; a recipe of "
             "such a file has one narrow configuration, and wide modules above or below all narrow ones; "
             "write other rules into a recipe file"
         )
@@ -214,7 +208,7 @@ def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
 def _casts(path: Path, name: str, config: Mapping[str, Any]) -> tuple[Mapping[str, Cast], list[str]]:
     """The casts of a configuration, and the parts that a recipe does not hold."""
     if config.get(_TYPE) != _PARAMS:
-        raise UserError(f"{path}: configuration {name!r} has no {_TYPE}: {_PARAMS}; add it")
+        raise UserError(f"configuration {name!r} has no {_TYPE}: {_PARAMS}; add it")
     fields = _fields(config)
     lost = [
         f"{key} of configuration {name!r}: a recipe is for training"
@@ -226,10 +220,11 @@ def _casts(path: Path, name: str, config: Mapping[str, Any]) -> tuple[Mapping[st
         beside = path.with_name(f"{module.rpartition('.')[2]}.py")
         if not beside.is_file() or function != te.FACTORY:
             raise UserError(
-                f"{path}: configuration {name!r} takes its casts from {factory}, a Python function; write "
+                f"configuration {name!r} takes its casts from {factory}, a Python function; write "
                 f"it with `narrowgauge recipes NAME --to te`, as {beside.name} in the same folder"
             )
-        reading = te.read(beside)
+        with about(beside):
+            reading = te.read(read_text(beside))
         return reading.casts, [*lost, *(w for w in reading.lost if "which layers" not in w)]
     given = {key: str(value) for key, value in fields.items()}
     if "fp8_quantization_recipe" in given:
@@ -238,25 +233,25 @@ def _casts(path: Path, name: str, config: Mapping[str, Any]) -> tuple[Mapping[st
     if own is None:
         said = ", ".join(f"{key}: {value}" for key, value in fields.items()) or "nothing"
         raise UserError(
-            f"{path}: configuration {name!r} has {said}, which narrowgauge does not know as a recipe of "
+            f"configuration {name!r} has {said}, which narrowgauge does not know as a recipe of "
             "TransformerEngine; name tensorwise, blockwise, mxfp8 or nvfp4"
         )
     return own.casts, lost
 
 
-def _ends(path: Path, numbers: list[int], blocks: int | None) -> tuple[int, int]:
+def _ends(numbers: list[int], blocks: int | None) -> tuple[int, int]:
     """The numbers of wide blocks, in order, as counts from both ends of the model."""
     first = next((i for i, number in enumerate(numbers) if i != number), len(numbers))
     rest = numbers[first:]
     said = ", ".join(map(str, rest))
     if rest and blocks is None:
         raise UserError(
-            f"{path}: blocks {said} stay wide, and a recipe counts them from the end of "
+            f"blocks {said} stay wide, and a recipe counts them from the end of "
             "the model; give the number of blocks with --blocks N"
         )
     if rest and blocks is not None and rest != list(range(blocks - len(rest), blocks)):
         raise UserError(
-            f"{path}: blocks {said} of {blocks} stay wide, but a recipe counts blocks "
+            f"blocks {said} of {blocks} stay wide, but a recipe counts blocks "
             "from the ends of the model; name these blocks in a [[rule]]"
         )
     return first, len(rest)

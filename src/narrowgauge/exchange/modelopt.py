@@ -18,9 +18,8 @@ from pathlib import Path
 from textwrap import indent
 from typing import Any
 
-from narrowgauge.exchange.layers import kept
-from narrowgauge.exchange.reading import Keep, Reading, read_text, yaml_documents
-from narrowgauge.exchange.refusal import Refusal
+from narrowgauge.exchange.reading import Reading, about, read_text, yaml_documents
+from narrowgauge.exchange.refusal import Refusal, kept
 from narrowgauge.quantization import Cast, make_cast
 from narrowgauge.recipes.places import SEEN_BEFORE, values_of
 from narrowgauge.recipes.recipe import Recipe
@@ -32,17 +31,15 @@ WEIGHT, INPUT = "weight_quantizer", "input_quantizer"
 PLACES = {INPUT: "fprop.x", WEIGHT: "fprop.w"}
 #: The places that get the values of the forward pass.
 PASSED = ("dgrad.w", "wgrad.x")
-HEADS = ("head", "lm_head")
-#: Patterns that ModelOpt always disables, and the names of recipes for them. Those without a name fit layers
-#: that the models here do not have, or that stay wide under every recipe (routers).
-DISABLED: Mapping[str, tuple[str, ...]] = {
-    "*lm_head*": HEADS,
-    **dict.fromkeys(("*output_layer*", "*proj_out.*", "output.*", "mtp.*"), ()),
-    **dict.fromkeys(("*router*", "*mlp.gate.*", "*mlp.shared_expert_gate.*", "*block_sparse_moe.gate*"), ()),
-    **dict.fromkeys(("*linear_attn.conv1d*", "*linear_attn.in_proj_a*", "*linear_attn.in_proj_b*"), ()),
-    **dict.fromkeys(("*mixer.conv1d*", "*embed_vision*", "*vision_tower*", "*visual*"), ()),
-    **dict.fromkeys(("*vision_model*", "*multi_modal_projector*"), ()),
-}
+HEAD, HEADS = "*lm_head*", ("head", "lm_head")  # ModelOpt's pattern, and the names of recipes for it
+#: Patterns that ModelOpt disables beside the head: they fit layers that the models here do not have, or that
+#: stay wide under every recipe (routers).
+DISABLED = (
+    *("*output_layer*", "*proj_out.*", "output.*", "mtp.*", "*router*", "*mlp.gate.*"),
+    *("*mlp.shared_expert_gate.*", "*block_sparse_moe.gate*", "*linear_attn.conv1d*"),
+    *("*linear_attn.in_proj_a*", "*linear_attn.in_proj_b*", "*mixer.conv1d*", "*embed_vision*"),
+    *("*vision_tower*", "*visual*", "*vision_model*", "*multi_modal_projector*"),
+)
 #: Patterns of ModelOpt's, and the names of the same layers in the models here.
 _ALSO = {"*mlp*": ("up", "gate_up", "down"), "*o_proj*": ("attention_out",)}
 
@@ -115,7 +112,7 @@ def _narrow_patterns(modules: Sequence[str]) -> list[str]:
 def _their_pattern(name: str) -> str:
     """ModelOpt's pattern of quantizers for a name or pattern of layers."""
     if name in HEADS:
-        return "*lm_head*"
+        return HEAD
     pattern = name if "*" in name else f"*.{name}"
     return pattern if pattern.endswith("*") else f"{pattern}.*"
 
@@ -129,27 +126,27 @@ def notes(recipe: Recipe) -> list[str]:
     ]
 
 
-def read(path: Path, blocks: int | None = None) -> Reading:
+def read(text: str, path: Path, blocks: int | None = None) -> Reading:
     """A recipe of `modelopt_recipes`, or a file with a `quant_cfg`; `$import` is followed below its root."""
     root = next((p for p in path.resolve().parents if (p / "configs").is_dir()), path.resolve().parent)
-    content = _loaded(path, root)
-    part = content.get("quantize", content) if isinstance(content, Mapping) else None
-    if not isinstance(part, Mapping) or not isinstance(part.get("quant_cfg"), list):
-        raise UserError(f"{path} has no list quant_cfg; name a recipe of ModelOpt's for quantization")
+    content = _placed(yaml_documents(text), root)
+    part = content.get("quantize", content) if isinstance(content, Mapping) else {}
+    if not isinstance(part.get("quant_cfg"), list):
+        raise UserError("it has no list quant_cfg; name a recipe of ModelOpt's for quantization")
     algorithm = part.get("algorithm")
     method = algorithm.get("method") if isinstance(algorithm, Mapping) else algorithm
     if method not in (None, "max"):
         raise UserError(
-            f"{path}: algorithm {method!r} changes weights or scales by a calibration, and a recipe has "
+            f"algorithm {method!r} changes weights or scales by a calibration, and a recipe has "
             "none; take the recipe with algorithm: max"
         )
-    of_layers, keep, lost = _entries(path, part["quant_cfg"])
+    of_layers, keep, lost = _entries(part["quant_cfg"])
     if not of_layers:
-        raise UserError(f"{path} enables no {WEIGHT} and no {INPUT}; there is nothing to put into a recipe")
+        raise UserError(f"it enables no {WEIGHT} and no {INPUT}; there is nothing to put into a recipe")
     first, *others = of_layers.values()
     if any(casts != first for casts in others):
         raise UserError(
-            f"{path}: {', '.join(of_layers)} have different formats, and what is read has one set of casts; "
+            f"{', '.join(of_layers)} have different formats, and what is read has one set of casts; "
             "write the others as [[rule]] by hand"
         )
     casts = {place: first[place] for place in PLACES.values() if place in first}
@@ -159,60 +156,57 @@ def read(path: Path, blocks: int | None = None) -> Reading:
     return Reading(
         casts=casts,
         only=() if "*" in of_layers else tuple(dict.fromkeys(only)),
-        keep=Keep(tuple(dict.fromkeys(keep))),
+        keep=(tuple(dict.fromkeys(keep)), 0, 0),
         lost=[*[said] * bool(method), *dict.fromkeys(lost)],
     )
 
 
-def _entries(path: Path, items: list[Any]) -> tuple[dict[str, dict[str, Cast]], list[str], list[str]]:
+def _entries(items: list[Any]) -> tuple[dict[str, dict[str, Cast]], list[str], list[str]]:
     """The casts of each pattern of layers, the layers that stay wide, and what is lost of a quant_cfg."""
     of_layers: dict[str, dict[str, Cast]] = {}
     keep: list[str] = []
     lost: list[str] = []
     for item in items:
         if not isinstance(item, Mapping) or not isinstance(name := item.get("quantizer_name"), str):
-            raise UserError(f"{path}: an entry of quant_cfg without quantizer_name: {item!r}; add it")
-        where = f"{path}: entry {name!r}"
+            raise UserError(f"an entry of quant_cfg without quantizer_name: {item!r}; add it")
         is_off, parent = item.get("enable") is False, item.get("parent_class")
         kind = next((k for k in PLACES if name.endswith(k)), "")
         layers, place = name.removesuffix(kind), PLACES.get(kind, "")
         if extra := set(item) - {"quantizer_name", "enable", "cfg", "parent_class"}:
-            raise UserError(f"{where} has {', '.join(sorted(extra))}, which no recipe holds; remove it")
+            raise UserError(
+                f"entry {name!r} has {', '.join(sorted(extra))}, which no recipe holds; remove it"
+            )
         if parent is not None and not is_off:
-            raise UserError(f"{where} is for {parent}, and recipes are for Linear; remove it")
-        if parent is not None:
+            raise UserError(f"entry {name!r} is for {parent}, and recipes are for Linear; remove it")
+        if parent is not None or (is_off and layers in DISABLED):
             continue
         if is_off and kind:
             of_layers.get(layers, {}).pop(place, None)
         elif is_off and layers == "*":
             of_layers, keep = {}, []
         elif is_off:  # the layer, and those inside it
-            keep += DISABLED.get(layers, (layers.removesuffix(".*"), layers))
+            keep += HEADS if layers == HEAD else (layers.removesuffix(".*"), layers)
         elif name.endswith("bmm_quantizer"):
             lost.append(f"{name}: a recipe has no KV cache")
         elif not kind:
-            raise UserError(
-                f"{path}: quantizer {name!r} is none of {WEIGHT}, {INPUT}; a recipe has no such place"
-            )
+            raise UserError(f"quantizer {name!r} is none of {WEIGHT}, {INPUT}; a recipe has no such place")
         else:
             given = _values(item.get("cfg"))
             if (cast := next((c for known, c in _numerics_read() if known == given), None)) is None:
                 raise UserError(
-                    f"{path}: quantizer {name!r} has {given}, for which no cast stands in the table; take "
-                    "another"
+                    f"quantizer {name!r} has {given}, for which no cast stands in the table; take another"
                 )
             of_layers.setdefault(layers, {})[place] = cast
     return {layers: casts for layers, casts in of_layers.items() if casts}, keep, lost
 
 
-def _loaded(file: Path, root: Path, depth: int = 0) -> Any:
-    """The last document of a file, with its imports in place."""
+def _placed(documents: Sequence[Any], root: Path, depth: int = 0) -> Any:
+    """The last document of a file, with the files that it imports in place."""
     if depth > 8:
-        raise UserError(f"{file}: imports lie more than eight deep; write the entries out")
-    documents = yaml_documents(read_text(file), file) or [None]
+        raise UserError("imports lie more than eight deep; write the entries out")
     imports: dict[str, str] = {}
     for document in documents:
-        imports |= dict(document.get("imports") or {}) if isinstance(document, Mapping) else {}
+        imports |= document.get("imports") or {} if isinstance(document, Mapping) else {}
 
     def placed(value: Any) -> Any:
         if isinstance(value, list):
@@ -226,8 +220,11 @@ def _loaded(file: Path, root: Path, depth: int = 0) -> Any:
         name = str(value["$import"])
         target = (root / f"{imports.get(name, name)}.yaml").resolve()
         if name not in imports or not target.is_relative_to(root):
-            raise UserError(f"{file}: $import {name!r} is not among its imports below {root}; correct it")
-        base = _loaded(target, root, depth + 1)
+            raise UserError(f"$import {name!r} is not among its imports below {root}; correct it")
+        text = read_text(target)
+        with about(target):
+            inner = yaml_documents(text)
+        base = _placed(inner, root, depth + 1)
         return {**base, **rest} if isinstance(base, Mapping) else base
 
     return placed(documents[-1])
@@ -235,7 +232,7 @@ def _loaded(file: Path, root: Path, depth: int = 0) -> Any:
 
 @cache
 def _numerics_read() -> list[tuple[Any, Cast]]:
-    return [(_values(yaml_documents(cfg, "NUMERICS")[0]), c) for cfg, c in NUMERICS]
+    return [(_values(yaml_documents(cfg)[0]), c) for cfg, c in NUMERICS]
 
 
 def _values(cfg: Any) -> Any:

@@ -15,9 +15,8 @@ from collections.abc import Sequence
 from functools import cache
 from itertools import product
 
-from narrowgauge.exchange.layers import kept
-from narrowgauge.exchange.python_file import FLOAT8
-from narrowgauge.exchange.refusal import OF_GEMM, Refusal, unlike
+from narrowgauge.exchange.reading import FLOAT8
+from narrowgauge.exchange.refusal import OF_GEMM, Refusal, kept, unlike
 from narrowgauge.quantization import Cast, make_cast
 from narrowgauge.recipes.recipe import Recipe
 

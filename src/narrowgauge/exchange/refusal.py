@@ -6,15 +6,25 @@ recipe's other facts: those that no GEMM sees are listed here, any other must be
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from narrowgauge.quantization import Cast
-from narrowgauge.recipes.describe import NONE, cast_text, key_value, recipe_facts, wide_and_other_rules
+from narrowgauge.quantization import Cast, make_cast
+from narrowgauge.recipes.describe import (
+    NONE,
+    cast_text,
+    is_wide_rule,
+    key_value,
+    recipe_facts,
+    wide_and_other_rules,
+)
 from narrowgauge.recipes.places import GEMM_PLACES, GEMMS, GROUPS
 from narrowgauge.recipes.recipe import Recipe
+from narrowgauge.recipes.rule import Rule
 from narrowgauge.system.errors import UserError
 from narrowgauge.system.toml_text import toml_value
 
+#: The layers that a recipe keeps in `compute`: patterns, and blocks from both ends of the model.
+Kept = tuple[tuple[str, ...], float, float]
 #: The operands of each GEMM.
 OF_GEMM = {gemm: GROUPS[gemm] for gemm in GEMMS}
 # The facts of a recipe that a target handles, and those that affect no value.
@@ -37,21 +47,6 @@ class Refusal:
 
 class Refused(UserError):
     """A recipe that a target cannot express."""
-
-
-def refused(recipe: Recipe, target: str, refusals: Sequence[Refusal]) -> Refused:
-    """The error that lists what a target cannot express."""
-    said: dict[str, list[str]] = {}
-    for r in refusals:  # a reason shared by several places is listed once
-        said.setdefault(r.why, []).append(r.place)
-    parts = []
-    for why, places in said.items():
-        named = ", ".join(dict.fromkeys(p for p in places if p and not why.startswith(f"{p} =")))
-        parts.append(f"{named}: {why}" if named else why)
-    return Refused(
-        f"recipe {recipe.name!r} cannot be written for {target}: {'; '.join(parts)}; change these keys in a "
-        "copy of the recipe, or name another target"
-    )
 
 
 def outside_products(recipe: Recipe, target: str) -> list[Refusal]:
@@ -133,3 +128,30 @@ def _differing(c: Cast, other: Cast) -> list[str]:
 def _shown(key: str, c: Cast) -> str:
     value = key_value(key, c.values().get(key))
     return toml_value(value) if value or value is False else "none"
+
+
+def kept(recipe: Recipe) -> Kept:
+    """The layers that stay wide.
+
+    Rules are merged as long as each sets different ends of the model; `outside_products` refuses the rest.
+    """
+    wide, _ = wide_and_other_rules(recipe)
+    modules = tuple(dict.fromkeys(m for rule in wide for m in rule.modules))
+    first = next((rule.first_blocks for rule in wide if rule.first_blocks), 0)
+    last = next((rule.last_blocks for rule in wide if rule.last_blocks), 0)
+    return modules, first, last
+
+
+def narrowed(recipe: Recipe, start: str | None) -> tuple[Recipe, tuple[str, ...]]:
+    """The recipe with the casts of its narrow modules for all, and the patterns of these modules.
+
+    That is a recipe that is wide but for its first rule, which is of modules alone; all of its patterns begin
+    with `start`. Any other recipe is returned as it is, without patterns.
+    """
+    first, *rest = recipe.rules or (Rule(places={}),)
+    is_by_name = first.modules and first == Rule(places=first.casts, modules=first.modules)
+    is_rest_wide = {recipe.casts[place] for place in GEMM_PLACES} == {make_cast(recipe.compute)}
+    fits = start is not None and all(pattern.startswith(start) for pattern in first.modules)
+    if not (is_by_name and is_rest_wide and fits) or is_wide_rule(first, recipe):
+        return recipe, ()
+    return replace(recipe, places={**recipe.places, **first.places}, rules=tuple(rest)), first.modules

@@ -17,10 +17,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.exchange.layers import kept, selection
-from narrowgauge.exchange.python_file import Call, Entry, PythonFile, python_file, signatures, table
-from narrowgauge.exchange.reading import Reading
-from narrowgauge.exchange.refusal import OF_GEMM, Refusal, unlike
+from narrowgauge.exchange.reading import Call, Entry, PythonFile, Reading, python_text, signatures, table
+from narrowgauge.exchange.refusal import OF_GEMM, Refusal, kept, unlike
 from narrowgauge.quantization import Cast, make_cast
 from narrowgauge.recipes.describe import wide_and_other_rules
 from narrowgauge.recipes.places import GEMM_PLACES, SEEN_BEFORE, values_of
@@ -265,13 +263,14 @@ def _quantizers_of(recipe: Recipe, row: str, column: str) -> tuple[Entry, Entry]
 def text(recipe: Recipe, only: tuple[str, ...], blocks: int | None) -> str:
     """The Python file."""
     own = own_recipe(recipe)
-    made = f"CustomRecipe(qfactory={FACTORY})" if own is None else _wrapped(own.text)
+    made = f"CustomRecipe(qfactory={FACTORY})" if own is None else own.text
+    if len(made) >= 95:
+        name, _, rest = made.partition("(")
+        made = f"{name}(\n" + "".join(f"    {a},\n" for a in rest[:-1].split(", ")) + ")"
     names = [name for name in ("Format", "MMParams") if f"{name}." in made or f"{name}(" in made]
-    return (
-        "import math\nfrom fnmatch import fnmatchcase\n\nimport torch\n"
-        f"from transformer_engine.common.recipe import {', '.join([made.partition('(')[0], *names])}\n"
-        f"{_factory(recipe) if needs_factory(recipe) else ''}\n"
-        f"RECIPE = {made}\n\n{selection(recipe)}"
+    imports = f"from transformer_engine.common.recipe import {', '.join([made.partition('(')[0], *names])}\n"
+    return python_text(
+        recipe, imports + (_factory(recipe) if needs_factory(recipe) else ""), f"RECIPE = {made}"
     )
 
 
@@ -281,25 +280,17 @@ def needs_factory(recipe: Recipe) -> bool:
     return own is None or not own.above
 
 
-def _wrapped(call: str) -> str:
-    """A call with one argument per line, if it is long."""
-    if len(call) < 95:
-        return call
-    name, _, rest = call.partition("(")
-    return f"{name}(\n" + "".join(f"    {a},\n" for a in rest[:-1].split(", ")) + ")"
-
-
 def _factory(recipe: Recipe) -> str:
     """The quantizer factory of six casts, after its imports."""
-    cases = []
+    cases = ""
     for tensor, (row, column) in TENSORS.items():
         first, second = _quantizers_of(recipe, row, column)
         of, made = recipe.casts[column].of, first.text
         if first is not second or of:
             source = "rowwise_dequantized" if of else "original"
             made = _HYBRID.format(row=first.text, column=second.text, source=source)
-        cases.append(f'    if is_linear and role.tensor_type == "{tensor}":\n        return {made}\n')
-    body = _FACTORY.format(cases="".join(cases))
+        cases += f'    if is_linear and role.tensor_type == "{tensor}":\n        return {made}\n'
+    body = _FACTORY.format(cases=cases)
     imports = ["from transformer_engine.pytorch.constants import DType\n"] * ("DType." in body)
     for name in sorted(name for name in _MODULES if f"{name}(" in body):
         imports.append(f"from transformer_engine.pytorch.tensor.{_MODULES[name]} import {name}\n")
@@ -358,11 +349,11 @@ def notes_of_values(recipe: Recipe) -> list[str]:
     return [sentence for sentence, is_so in said.items() if is_so]
 
 
-def read(path: Path, blocks: int | None = None) -> Reading:
+def read(text: str, path: Path | None = None, blocks: int | None = None) -> Reading:
     """The recipe object or the quantizer factory of a Python file, which is parsed and not executed."""
-    file = python_file(path, SIGNATURES)
+    file = PythonFile(text, SIGNATURES)
     if FACTORY in file.functions:
-        return Reading(casts=_of_factory(file), keep=file.keep(), lost=file.lost)
+        return file.reading(_of_factory(file), ())
     call = file.made(f"recipes of TransformerEngine's and has no function {FACTORY}", *RECIPES)
     given, rows = call.arguments, own_recipes()
     if call.name == "DelayedScaling":
@@ -374,8 +365,7 @@ def read(path: Path, blocks: int | None = None) -> Reading:
         for key in ACCUMULATION
         if isinstance(given.get(key), Call) and not given[key].arguments.get("use_split_accumulator", True)
     ]
-    own = file.entry(call, rows, ACCUMULATION)
-    return Reading(casts=own.casts, keep=file.keep(), lost=[*lost, *file.lost])
+    return file.reading(file.entry(call, rows, ACCUMULATION).casts, lost)
 
 
 def _of_factory(file: PythonFile) -> dict[str, Cast]:
@@ -391,7 +381,7 @@ def _of_factory(file: PythonFile) -> dict[str, Cast]:
                     casts |= _directions(file, file.call(value), *TENSORS[tensor])
                 case _:
                     raise UserError(
-                        f"{file.path}, line {node.lineno}: a branch of {FACTORY} that is not "
+                        f"line {node.lineno}: a branch of {FACTORY} that is not "
                         "'if ... tensor_type == NAME: return QUANTIZER', which no recipe holds; write it so"
                     )
     return casts

@@ -11,9 +11,16 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.exchange.layers import selection
-from narrowgauge.exchange.python_file import FLOAT8, Call, Entry, PythonFile, python_file, signatures, table
-from narrowgauge.exchange.reading import Reading
+from narrowgauge.exchange.reading import (
+    FLOAT8,
+    Call,
+    Entry,
+    PythonFile,
+    Reading,
+    python_text,
+    signatures,
+    table,
+)
 from narrowgauge.exchange.refusal import OF_GEMM, Refusal, unlike
 from narrowgauge.quantization import Cast, make_cast
 from narrowgauge.recipes.places import GEMM_PLACES, GROUPS
@@ -133,11 +140,7 @@ def others(recipe: Recipe, only: tuple[str, ...], found: Sequence[Refusal]) -> l
     ]
 
 
-_FLOAT8 = '''\
-import math
-from fnmatch import fnmatchcase
-
-import torch
+_FLOAT8 = """\
 from torchao.float8 import convert_to_float8_training
 from torchao.float8.config import (
     CastConfig,
@@ -146,16 +149,16 @@ from torchao.float8.config import (
     ScalingGranularity,
     ScalingType,
 )
-
+"""
+_CONFIG = """\
 CONFIG = Float8LinearConfig(
 {casts}
     gemm_config_output=Float8GemmConfig(use_fast_accum=False),
     gemm_config_grad_input=Float8GemmConfig(use_fast_accum=False),
     gemm_config_grad_weight=Float8GemmConfig(use_fast_accum=False),
     round_scales_to_power_of_2={powers},
-)
-
-{selection}
+)"""
+_CONVERT_FLOAT8 = '''
 
 def convert(model, config=CONFIG):
     """Put the model's linear layers under the recipe; without FP8 give it replace(CONFIG, emulate=True)."""
@@ -165,19 +168,13 @@ def convert(model, config=CONFIG):
     )
     return model
 '''
-_MXFP8 = '''\
-import math
-from fnmatch import fnmatchcase
-
-import torch
+_MXFP8 = """\
 from torchao.prototype.moe_training.config import MXFP8TrainingOpConfig
 from torchao.prototype.mx_formats.config import ScaleCalculationMode
 from torchao.quantization import quantize_
 from torchao.quantization.quantize_.common import KernelPreference
-
-CONFIG = {config}
-
-{selection}
+"""
+_CONVERT_MXFP8 = '''
 
 def convert(model, config=CONFIG):
     """Put the model's linear layers under the recipe."""
@@ -194,7 +191,7 @@ def convert(model, config=CONFIG):
 def text(recipe: Recipe, only: tuple[str, ...], blocks: int | None) -> str:
     """The Python file."""
     if mx := _mxfp8(recipe):
-        return _MXFP8.format(config=mx.text, selection=selection(recipe))
+        return python_text(recipe, _MXFP8, f"CONFIG = {mx.text}") + _CONVERT_MXFP8
     casts, lines = recipe.casts, []
     powers = any(c.power_of_two for c in casts.values())
     for first, name, second, name_2 in TENSORS:
@@ -204,7 +201,8 @@ def text(recipe: Recipe, only: tuple[str, ...], blocks: int | None) -> str:
         for place, field in ((first, name), (second, name_2)):
             said = next(e.text for e in entries if e.casts[place] == casts[place])
             lines += [f"    # {place}", f"    {field}={said},"]
-    return _FLOAT8.format(casts="\n".join(lines), powers=powers, selection=selection(recipe))
+    made = _CONFIG.format(casts="\n".join(lines), powers=powers)
+    return python_text(recipe, _FLOAT8, made) + _CONVERT_FLOAT8
 
 
 def notes(recipe: Recipe) -> list[str]:
@@ -224,9 +222,9 @@ def notes(recipe: Recipe) -> list[str]:
     return found
 
 
-def read(path: Path, blocks: int | None = None) -> Reading:
+def read(text: str, path: Path, blocks: int | None = None) -> Reading:
     """The configuration that a Python file makes; the file is parsed and not executed."""
-    file = python_file(path, SIGNATURES)
+    file = PythonFile(text, SIGNATURES)
     classes = ("Float8LinearConfig", "from_recipe_name", "MXFP8TrainingOpConfig")
     call = file.made("configurations of torchao's", *classes)
     gather, is_fast, lost = "", call.name == "from_recipe_name", []
@@ -241,9 +239,7 @@ def read(path: Path, blocks: int | None = None) -> Reading:
     else:
         casts = file.entry(call, [*mxfp8("bf16"), *named()], _NO_VALUES).casts
     narrow = {place: c for place, c in casts.items() if c.is_scaled}
-    return Reading(
-        casts=narrow, keep=file.keep(), gather=gather, lost=[*lost, *[_FAST] * is_fast, *file.lost]
-    )
+    return file.reading(narrow, [*lost, *[_FAST] * is_fast], gather)
 
 
 def _casts(given: Mapping[str, Any], file: PythonFile) -> Mapping[str, Cast]:
@@ -252,7 +248,7 @@ def _casts(given: Mapping[str, Any], file: PythonFile) -> Mapping[str, Cast]:
     for (first, name, second, name_2), element in zip(TENSORS, ("e4m3", "e4m3", "e5m2"), strict=True):
         for place, config in ((first, given[name]), (second, given[name_2] or given[name])):
             if not isinstance(config, Call):
-                raise UserError(f"{file.path}: the cast of {place} is not a CastConfig(...); write it out")
+                raise UserError(f"the cast of {place} is not a CastConfig(...); write it out")
             dtype = config.arguments.get("target_dtype") or DTYPES[element]
             whole = replace(config, arguments={**config.arguments, "target_dtype": dtype})
             is_off = config.arguments.get("scaling_type") == "ScalingType.DISABLED"

@@ -48,7 +48,7 @@ class Rule(Places):
             return True
         if block is None:
             return False
-        first, last = _count(self.first_blocks, blocks), _count(self.last_blocks, blocks)
+        first, last = number_of_blocks(self.first_blocks, blocks), number_of_blocks(self.last_blocks, blocks)
         return block < first or block >= blocks - last
 
     @property
@@ -111,6 +111,6 @@ def matches(name: str, pattern: str) -> bool:
     return fnmatchcase(name, pattern) or fnmatchcase(name.rpartition(".")[2], pattern)
 
 
-def _count(requested: float, blocks: int) -> int:
-    # 0.28 * 25 is 7.000000000000001
+def number_of_blocks(requested: float, blocks: int) -> int:
+    """A number of blocks, or a share of them rounded up; 0.28 * 25 is 7.000000000000001."""
     return requested if isinstance(requested, int) else ceil(round(requested * blocks, 6))
