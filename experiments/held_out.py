@@ -15,8 +15,7 @@ from pathlib import Path
 from ladder2 import ROWS
 from narrowgauge.kernels.dispatch import choose_attention, choose_products
 from narrowgauge.trainer.distributed import Engine
-from narrowgauge.trainer.report.verdict.groups import error_percent
-from narrowgauge.trainer.report.verdict.verdict import gap_percent
+from narrowgauge.trainer.report.verdict.verdict import error_percent, gap_percent
 from narrowgauge.trainer.runs import open_run, validation_loss
 from narrowgauge.trainer.runs.loop.validation import ValidationLoss
 from narrowgauge.trainer.runs.use.trained_model import held_out_batches, run_data

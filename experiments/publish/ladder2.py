@@ -8,9 +8,8 @@ from typing import Any
 
 from narrowgauge.trainer.experiment.power import Plan, smallest_gap
 from narrowgauge.trainer.report.table.table import ends, percent
-from narrowgauge.trainer.report.verdict.groups import Verdict
 from narrowgauge.trainer.report.verdict.rule import is_control
-from narrowgauge.trainer.report.verdict.verdict import Row, gap_percent, row_verdicts
+from narrowgauge.trainer.report.verdict.verdict import Row, Verdict, gap_percent, row_verdicts
 from publish.pilot import LEAST_SEEDS, Design, choose, measure
 from publish.predictions import Prediction, outcome
 from publish.tables import markdown, mean, prediction_table

@@ -8,9 +8,8 @@ from narrowgauge.trainer.experiment.power import Plan, seeds_for_equality, small
 from narrowgauge.trainer.report.page.rungs import facts
 from narrowgauge.trainer.report.read.stored import Probe
 from narrowgauge.trainer.report.table.table import ends, percent
-from narrowgauge.trainer.report.verdict.groups import Verdict
 from narrowgauge.trainer.report.verdict.rule import MARGIN, Judgement, is_control
-from narrowgauge.trainer.report.verdict.verdict import Row, row_verdicts
+from narrowgauge.trainer.report.verdict.verdict import Row, Verdict, row_verdicts
 from publish.contrasts import shares, unpaired_deviation
 from publish.predictions import Prediction, outcome
 from publish.tables import (

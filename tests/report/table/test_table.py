@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from narrowgauge.trainer.report import print_comparison, read_run, read_runs, table_notes, table_rows
-from narrowgauge.trainer.report.verdict.groups import gap_to
+from narrowgauge.trainer.report.verdict.verdict import gap_to
 
 COLUMNS = "run, val loss, gap, verdict, train loss, tokens/s, memory, MFU, arithmetic, status"
 
@@ -83,15 +83,13 @@ def test_the_gap_is_taken_where_both_have_seen_equal_tokens(curve):
     behind = curve("behind", [5.0, 4.4], "val_loss")
     elsewhere = curve("elsewhere", [5.0, 4.4], "val_loss", every=73)
     gap = gap_to(behind, first, by_validation=True)
-    assert (gap.percent, gap.tokens, gap.final) == (pytest.approx(10.0), 200, False)
+    assert (gap.percent, gap.tokens, gap.is_final) == (pytest.approx(10.0), 200, False)
     assert [row["gap"] for row in table_rows([first, behind, elsewhere])[1:]] == ["+10.00 % at 200", "-"]
 
 
 def test_without_validation_the_gap_is_of_mean_train_losses(curve):
-    first, other = (
-        curve("first", [100.0] * 5 + [2.0] * 10),
-        curve("other", [50.0] * 5 + [1.0] * 5 + [2.0] * 5),
-    )
+    first = curve("first", [100.0] * 5 + [2.0] * 10)
+    other = curve("other", [50.0] * 5 + [1.0] * 5 + [2.0] * 5)
     assert gap_to(other, first, by_validation=False).percent == pytest.approx(-25.0)
     assert any("train loss in percent" in note for note in table_notes([first, other]))
 

@@ -6,8 +6,8 @@ import statistics
 
 import pytest
 
-from narrowgauge.trainer.report import read_runs, table_notes
-from narrowgauge.trainer.report.verdict.groups import sampling_error
+from narrowgauge.trainer.report import read_runs, table_notes, verdicts
+from narrowgauge.trainer.report.verdict.verdict import sampling_error
 
 PARTS, TOKENS = 8, 16_384
 FOUR = [4.0, 4.1, 4.2, 4.3]
@@ -40,7 +40,7 @@ def of_seeds(validated, count, luck, noise, shift=0.0):
 
 def test_the_error_is_the_deviation_of_seeds_that_differ_in_nothing_else(validated):
     runs, gaps = of_seeds(validated, 40, 0.0, 0.02, shift=0.01)
-    found = sampling_error(runs)
+    found = sampling_error(verdicts(runs))
     assert found == pytest.approx(100 * 0.02 / math.sqrt(PARTS) / 4.0, rel=0.1)
     assert found == pytest.approx(statistics.stdev(gaps), rel=0.3)
 
@@ -48,7 +48,7 @@ def test_the_error_is_the_deviation_of_seeds_that_differ_in_nothing_else(validat
 def test_runs_on_other_tokens_or_without_parts_have_no_error(validated, make_run):
     other = read_runs([validated("bf16", FOUR), validated("fp8", FOUR[::-1], tokens=2 * TOKENS)])
     bare = read_runs([make_run("a", recipe="bf16", steps=20), make_run("b", steps=20)])
-    assert [sampling_error(runs) for runs in (other, bare)] == [None, None]
+    assert [sampling_error(verdicts(runs)) for runs in (other, bare)] == [None, None]
     assert not any("held-out" in note for note in table_notes(bare))
 
 

@@ -71,10 +71,8 @@ def test_the_power_is_that_of_the_rule(seeds, arms, known):
 
 def test_a_plan_is_told_in_words_and_more_arms_ask_for_more_seeds():
     assert [seeds_for_equality(Plan(5, 0.4, arms)) for arms in (1, 7)] == [24, 37]
-    one, quiet = (
-        power_text(5, 7, 204_800, 327_680, {}),
-        power_text(1, 1, 100 * 327_680, 327_680, {}, is_quiet=True),
-    )
+    one = power_text(5, 7, 204_800, 327_680, {})
+    quiet = power_text(1, 1, 100 * 327_680, 327_680, {}, is_quiet=True)
     assert "in 8 of 10 cases, for all 7 variants at once. To prove two recipes equal takes" in one
     assert "deviate by 0.9 % between seeds (known of such lengths)" in one
     assert quiet.startswith("100 tokens per parameter. One seed")

@@ -18,7 +18,6 @@ from narrowgauge.trainer.report import (
     verdicts,
 )
 from narrowgauge.trainer.report.table.table import kind_of
-from narrowgauge.trainer.report.verdict.groups import groups, references
 
 # two-sided 5 % points as every table prints them
 TABLE = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 7: 2.365, 10: 2.228, 29: 2.045, 30: 2.042, 120: 1.980}
@@ -86,7 +85,7 @@ def test_a_seed_without_a_partner_is_named_and_left_out(make_run):
     found = verdicts(runs)[1]
     assert ([*found.gaps], found.gap) == ([0, 1], pytest.approx(1.0))
     assert LEFT_OUT.format(2) in table_notes(runs)
-    assert id(runs[4]) not in references(groups(runs))
+    assert found.pair(2) is None
 
 
 def test_a_pair_that_is_not_validated_yet_lends_no_train_gap_to_the_mean(make_run):
@@ -102,9 +101,9 @@ def test_a_pair_that_is_not_validated_yet_lends_no_train_gap_to_the_mean(make_ru
 
 def test_runs_of_other_settings_are_other_variants(make_run):
     paths = [*make_run.seeds("fp8", [4.0, 4.1]), make_run("fp8-long", steps=40)]
-    found = groups(read_runs(paths))
+    found = verdicts(read_runs(paths))
     assert [(group.name, list(group.runs)) for group in found] == [("fp8", [0, 1]), ("fp8-long", [1])]
-    again = [group.name for group in groups(read_runs([*paths, *make_run.seeds("again/fp8", [4.0])]))]
+    again = [group.name for group in verdicts(read_runs([*paths, *make_run.seeds("again/fp8", [4.0])]))]
     assert again == ["runs/fp8", "fp8-long", "again/fp8"]
 
 

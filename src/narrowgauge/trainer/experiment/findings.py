@@ -15,8 +15,7 @@ from narrowgauge.trainer.report.page.standing import standing
 from narrowgauge.trainer.report.page.subject import Subject, read_begun, rows_of
 from narrowgauge.trainer.report.read.run import Run
 from narrowgauge.trainer.report.read.stored import Probe, read_stored
-from narrowgauge.trainer.report.verdict.groups import Verdict
-from narrowgauge.trainer.report.verdict.verdict import row_verdicts, verdicts, with_runs
+from narrowgauge.trainer.report.verdict.verdict import Verdict, row_verdicts, verdicts, with_runs
 
 
 def page_of(one: Subject, states: Sequence[Run], is_live: bool = False, more: str = "") -> str:

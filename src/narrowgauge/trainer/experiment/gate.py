@@ -20,9 +20,8 @@ from dataclasses import dataclass
 
 from narrowgauge.system.errors import UserError
 from narrowgauge.trainer.report.read.run import Run
-from narrowgauge.trainer.report.verdict.groups import Verdict
 from narrowgauge.trainer.report.verdict.rule import Judgement
-from narrowgauge.trainer.report.verdict.verdict import verdicts
+from narrowgauge.trainer.report.verdict.verdict import Verdict, verdicts
 
 _MOST_SEEDS = 1000
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from narrowgauge.trainer.report.table.sentence import summary as summary
     from narrowgauge.trainer.report.table.sentence import table_notes as table_notes
     from narrowgauge.trainer.report.table.table import table_rows as table_rows
-    from narrowgauge.trainer.report.verdict.groups import Verdict as Verdict
+    from narrowgauge.trainer.report.verdict.verdict import Verdict as Verdict
     from narrowgauge.trainer.report.verdict.verdict import verdicts as verdicts
 else:
     __all__, __getattr__, __dir__ = import_on_use(__name__)

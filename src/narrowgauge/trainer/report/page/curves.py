@@ -24,7 +24,7 @@ from narrowgauge.trainer.report.read.records import Step
 from narrowgauge.trainer.report.read.run import Run
 from narrowgauge.trainer.report.table.sentence import listed
 from narrowgauge.trainer.report.table.table import Cell
-from narrowgauge.trainer.report.verdict.groups import groups, references
+from narrowgauge.trainer.report.verdict.verdict import Verdict
 
 SILENT = ("memory", "step time", "audit")  # shown elsewhere
 ROWS = 400  # at most, of all runs together
@@ -100,21 +100,19 @@ METRICS = ("loss", "lr", "grad_norm", "tokens_per_s")
 Curve = dict[str, list[float | None]]
 
 
-def page_data(runs: Sequence[Run]) -> dict[str, Any]:
+def page_data(runs: Sequence[Run], found: Sequence[Verdict]) -> dict[str, Any]:
     """All curves and events of the page as JSON-ready values without NaN or infinity."""
     points = max(50, min(POINTS_PER_RUN, POINTS_PER_PAGE // len(runs)))
     events = max(20, EVENTS_PER_PAGE // len(runs))
-    all_groups = groups(runs)
-    partners = references(all_groups)
+    variants = [one for one in found if one.runs]
     number = {id(run): i for i, run in enumerate(runs)}
     width = max(_width(run.steps, points) for run in runs)
     data = [_run_data(run, width, points, events) for run in runs]
-    for variant, group in enumerate(all_groups):
-        for run in group.runs.values():
-            partner = partners.get(id(run))
-            kin = {"variant": variant, "reference": None if partner is None else number[id(partner)]}
-            data[number[id(run)]] |= kin
-    return {"runs": data, "variants": [group.name for group in all_groups]}
+    for variant, one in enumerate(variants):
+        for seed, run in one.runs.items():
+            reference = number[id(one.partners[seed])] if seed in one.partners else None
+            data[number[id(run)]] |= {"variant": variant, "reference": reference}
+    return {"runs": data, "variants": [one.name for one in variants]}
 
 
 def _run_data(run: Run, width: int, points: int, events: int) -> dict[str, Any]:

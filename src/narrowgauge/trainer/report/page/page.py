@@ -22,8 +22,7 @@ from narrowgauge.trainer.report.page.reproduce import script
 from narrowgauge.trainer.report.page.standing import standing
 from narrowgauge.trainer.report.read.run import ENDED, Run, read_runs, with_silence
 from narrowgauge.trainer.report.table.sentence import table_notes
-from narrowgauge.trainer.report.verdict.groups import Verdict
-from narrowgauge.trainer.report.verdict.verdict import verdicts, with_runs
+from narrowgauge.trainer.report.verdict.verdict import Verdict, verdicts, with_runs
 
 # in the order of their dependencies
 SCRIPTS = (
@@ -89,7 +88,7 @@ def render_report(
         "\n".join(map(web_file, SCRIPTS + (("live.js",) if is_live else ()))),
         written=f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}" if is_live else "",
         reloads=False,
-        data=_json_in_html({**page_data(runs), "gauges": heat_data(runs)}),
+        data=_json_in_html({**page_data(runs, found), "gauges": heat_data(runs)}),
         runs=runs,
         title=sections.title(runs, found),
         lead=sections.lead(runs, found),

@@ -14,9 +14,8 @@ from narrowgauge.trainer.analysis.rank_correlation import rank_correlation
 from narrowgauge.trainer.report.page.html import part
 from narrowgauge.trainer.report.page.measured import FIGURES, probe_table
 from narrowgauge.trainer.report.read.stored import Probe
-from narrowgauge.trainer.report.verdict.groups import Verdict
 from narrowgauge.trainer.report.verdict.rule import MARGIN
-from narrowgauge.trainer.report.verdict.verdict import DIVERGED, Row
+from narrowgauge.trainer.report.verdict.verdict import DIVERGED, Row, Verdict
 
 _LEFT, _TOP, _ROW = 64.0, 56.0, 22.0
 _WIDTH, _CURVES, _GAP, _NAMES = 1080.0, 380.0, 56.0, 190.0

@@ -13,7 +13,7 @@ from narrowgauge.trainer.report.read.run import Run
 from narrowgauge.trainer.report.table.sentence import MOST, summary
 from narrowgauge.trainer.report.table.table import SEED, TEXT_COLUMNS, kind_of, table_rows
 from narrowgauge.trainer.report.verdict.expected import Expectation
-from narrowgauge.trainer.report.verdict.groups import Verdict
+from narrowgauge.trainer.report.verdict.verdict import Verdict
 
 _LISTED = 3  # hosts, devices or versions
 

@@ -24,9 +24,8 @@ from narrowgauge.trainer.report.table.table import (
     print_table,
     table_rows,
 )
-from narrowgauge.trainer.report.verdict.groups import Verdict, sampling_error
 from narrowgauge.trainer.report.verdict.rule import MARGIN, Judgement
-from narrowgauge.trainer.report.verdict.verdict import known_of, verdicts
+from narrowgauge.trainer.report.verdict.verdict import Verdict, known_of, sampling_error, verdicts
 
 MOST = 4  # names in one sentence
 _CLASS = re.compile(r"^[A-Z][A-Za-z]+: ")  # the error class that a status begins with
@@ -244,7 +243,7 @@ def _gap_notes(runs: Sequence[Run], found: Sequence[Verdict]) -> list[str]:
             "A gap of one seed has no confidence interval: another seed would give another gap. "
             "--seeds 3 or more continues from these runs."
         )
-    notes += _held_out_note(runs, judged)
+    notes += _held_out_note(runs, found, judged)
     notes += [note for v in others if (note := _unpaired_note(v, reference))]
     tokens = {run.tokens for run in runs}
     if len(tokens) == 1:
@@ -268,10 +267,10 @@ def _interval_note(judged: Sequence[Judgement]) -> str:
     return f"{text}."
 
 
-def _held_out_note(runs: Sequence[Run], judged: Sequence[Judgement]) -> list[str]:
+def _held_out_note(runs: Sequence[Run], found: Sequence[Verdict], judged: Sequence[Judgement]) -> list[str]:
     """How far the held-out tokens move gaps, if that is most of what seeds deviate or no seeds tell."""
     last = runs[0].final_validation
-    if not (error := sampling_error(runs)) or last is None:
+    if not (error := sampling_error(found)) or last is None:
         return []
     deviations = [one.spread.deviation for one in judged if one.spread is not None]
     if deviations and error**2 < min(deviations) ** 2 / 2:

@@ -17,8 +17,7 @@ from rich.table import Table
 from narrowgauge.system.t_interval import Interval
 from narrowgauge.system.units import human_bytes, human_count, percent_range, signed_percent
 from narrowgauge.trainer.report.read.run import Run
-from narrowgauge.trainer.report.verdict.groups import Verdict, gap_to, mean_of, references
-from narrowgauge.trainer.report.verdict.verdict import verdicts
+from narrowgauge.trainer.report.verdict.verdict import Gap, Verdict, mean_of, verdicts
 
 NOTHING, SEED = "-", "seed"
 # Left-aligned columns; the others hold values.
@@ -57,19 +56,19 @@ def table_rows(runs: Sequence[Run], found: Sequence[Verdict] = ()) -> list[dict[
         found: The verdicts, of several rungs for a measured experiment; () for those on the runs.
     """
     found = found or verdicts(runs)
-    partners, names, rows = references(found), [one.name for one in found], list[dict[str, str]]()
+    names, rows = [one.name for one in found], list[dict[str, str]]()
     for at, one in enumerate(found):
         number, members = at if one.runs else names.index(one.name), list(one.runs.values())
         cells = {"gap": NOTHING if one.gap is None else signed_percent(one.gap)}
         if len(members) == 1:
-            cells = {"gap": _gap(members[0], partners, one.by_validation)}
+            cells = {"gap": _gap(one.pair(members[0].seed))}
         cells["run"] = Cell(members[0].name if len(members) == 1 else one.name, str(number))
         cells |= _figures(members) if members else {"tokens": human_count(one.tokens)}
         cells |= _verdict_cells(one, found[0], cells) if len(found) > 1 else {"seeds": _count(one)}
         rows.append(cells)
         for seed, run in one.runs.items() if len(members) > 1 else ():
             cells = {"run": Cell(run.name, SEED), "seeds": f"seed {seed}"} | _figures([run])
-            rows.append(cells | {"gap": _gap(run, partners, one.by_validation)})
+            rows.append(cells | {"gap": _gap(one.pair(seed))})
     dull = _dull_columns(runs, rows)
     order = [column for column in _columns(found[0].by_validation) if column not in dull]
     kept = [column for column in order if any(row.get(column, NOTHING) != NOTHING for row in rows)]
@@ -154,13 +153,12 @@ def format_loss(loss: float | None) -> str:
     return f"{loss:.4f}" if math.isfinite(loss) else "not finite"
 
 
-def _gap(run: Run, partners: dict[int, Run], by_validation: bool) -> str:
+def _gap(gap: Gap | None) -> str:
     """The gap of a run to its partner, with the tokens of the comparison if a run continued."""
-    partner = partners.get(id(run))
-    if partner is None or (gap := gap_to(run, partner, by_validation)) is None:
+    if gap is None:
         return NOTHING
     text = signed_percent(gap.percent)
-    return text if gap.final else f"{text} at {human_count(gap.tokens)}"
+    return text if gap.is_final else f"{text} at {human_count(gap.tokens)}"
 
 
 def percent(value: float, digits: int = 2) -> str:

@@ -18,8 +18,7 @@ from narrowgauge.forecast import OWN, Forecast, Forecaster, Observed, described
 from narrowgauge.recipes import Recipe, parse_recipe, recipe
 from narrowgauge.system.errors import UserError
 from narrowgauge.trainer.report.read.run import Run
-from narrowgauge.trainer.report.verdict.groups import Verdict
-from narrowgauge.trainer.report.verdict.verdict import known_of, size_of, verdicts
+from narrowgauge.trainer.report.verdict.verdict import Verdict, known_of, size_of, verdicts
 
 _RARE = 0.05
 
