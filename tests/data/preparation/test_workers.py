@@ -50,7 +50,7 @@ def test_a_larger_share_holds_out_the_same_and_more():
 
 def test_tokens_beyond_a_file_go_into_several(lines, tmp_path, monkeypatch):
     whole = prepare(lines, "bytes", tmp_path / "one")
-    monkeypatch.setattr("narrowgauge.trainer.data.preparation.corpus_builder.MOST_TOKENS", 100_000)
+    monkeypatch.setattr("narrowgauge.trainer.data.preparation.prepare.MOST_TOKENS", 100_000)
     corpus = prepare(lines, "bytes", tmp_path / "several")
     names = sorted(path.name for path in (tmp_path / "several").glob("*.bin"))
     assert names[:2] == ["train_000000.bin", "train_000001.bin"]

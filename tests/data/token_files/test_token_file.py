@@ -26,7 +26,7 @@ def test_the_layout_is_llm_c_to_the_bit(tmp_path, vocab_size, magic, version, le
     written = write(path, ids, vocab_size)
     raw = path.read_bytes()
     assert raw == struct.pack("<3i", magic, version, 7) + bytes(4 * 253) + struct.pack(f"<7{letter}", *ids)
-    assert written == TokenFile(7, hashlib.sha256(raw).hexdigest())
+    assert written == TokenFile(name="train.bin", tokens=7, sha256=hashlib.sha256(raw).hexdigest())
     tokens = open_token_file(path, written)
     assert tokens.tolist() == ids
     assert tokens.dtype.itemsize == struct.calcsize(letter)

@@ -6,7 +6,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from narrowgauge.system.errors import UserError
 from narrowgauge.trainer.data import load_tokenizer, prepare
-from narrowgauge.trainer.data.preparation.encode import batch_encoder
+from narrowgauge.trainer.data.tokenization.word_cache import batch_encoder
 
 LETTERS = [*"abcdefghijklmnopqrstuvwxyz <>/", "\u2581"]
 
@@ -42,7 +42,7 @@ def test_the_names_of_control_tokens_in_a_text_are_text(tmp_path, model):
     assert not {1, 2} & set(ids)
     assert "".join(tokenizer.library.id_to_token(i) for i in ids) == text
     assert tokenizer.encode_batch(["b", text]) == [tokenizer.encode("b"), ids]
-    assert [list(row) for row in batch_encoder(tokenizer)([text])] == [ids]
+    assert [list(row) for row in batch_encoder(tokenizer, "<u2")([text])] == [ids]
     assert tokenizer.encode("a\u6f22") == [*tokenizer.encode("a"), 0], "what is unknown is text"
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from narrowgauge.system.errors import UserError
 from narrowgauge.system.files import sha256_of
@@ -38,23 +38,13 @@ LAYOUT_VERSION = 2
 MANIFEST_FILE = "manifest.json"
 
 
-class _Facts(BaseModel):
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+Written = Annotated[list[TokenFile], Field(min_length=1)]
 
 
-class WrittenFile(_Facts):
-    """A token file of a corpus."""
-
-    name: Annotated[str, Field(pattern=r"^[^/\\]+$")]
-    tokens: int
-    sha256: str
-
-
-Written = Annotated[list[WrittenFile], Field(min_length=1)]
-
-
-class CorpusManifest(_Facts):
+class CorpusManifest(BaseModel):
     """The content of manifest.json; digests are hexadecimal sha256."""
+
+    model_config = TokenFile.model_config
 
     layout: int
     version: str
@@ -112,7 +102,7 @@ def open_corpus(directory: Path, verify: bool = True) -> Corpus:
     if verify and sha256_of(tokenizer_path, follow_links=True) != manifest.tokenizer_sha256:
         raise damaged(tokenizer_path, "its sha256 has changed since it was written")
     for file in manifest.train + manifest.val if verify else ():
-        verify_token_file(directory / file.name, TokenFile(file.tokens, file.sha256), manifest.vocab_size)
+        verify_token_file(directory / file.name, file, manifest.vocab_size)
     tokenizer = load_tokenizer(tokenizer_path)
     if tokenizer.vocab_size != manifest.vocab_size:
         raise damaged(
@@ -120,7 +110,7 @@ def open_corpus(directory: Path, verify: bool = True) -> Corpus:
         )
     train, val = (
         TokenStream(
-            tuple(open_token_file(directory / f.name, TokenFile(f.tokens, f.sha256)) for f in files),
+            tuple(open_token_file(directory / file.name, file) for file in files),
             (tokenizer.end_of_document,),
         )
         for files in (manifest.train, manifest.val)

@@ -96,6 +96,7 @@ class DocumentFilter:
         self.digest = hashlib.sha256()
         self.first_rejected: Rejected | None = None
         self._rejected_path = staging / REJECTED_FILE
+        self._rejected_path.unlink(missing_ok=True)  # of an earlier reading
         self._seen = SeenTexts(staging / "seen") if options.dedup else None
         self._extremes = list[tuple[int, int]]()  # rank and number of the document of the lowest and highest
 

@@ -1,9 +1,9 @@
 """What workers do with a chunk: read its documents, or encode them as token ids."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -13,27 +13,24 @@ from numpy.typing import NDArray
 from narrowgauge.trainer.data.sources.records import Chunk, Document, Rejected
 from narrowgauge.trainer.data.sources.text import cut_text
 from narrowgauge.trainer.data.token_files.token_file import token_dtype
-from narrowgauge.trainer.data.tokenization.tokenizer import Tokenizer, load_tokenizer
-from narrowgauge.trainer.data.tokenization.word_cache import word_encoder
+from narrowgauge.trainer.data.tokenization.tokenizer import load_tokenizer
+from narrowgauge.trainer.data.tokenization.word_cache import EncodeAll, batch_encoder
 
-Ids = NDArray[np.unsignedinteger[Any]]
-EncodeAll = Callable[[list[str]], Iterable[Sequence[int] | Ids]]
+_NO_IDS: NDArray[Any] = np.empty(0, np.uint16)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ReadDocument:
     """A document after a worker has read or encoded it."""
 
     digest: bytes  # sha256 of name and text
     content: bytes  # a shorter digest of the text alone
-    text: str = ""  # if it was read
-    ids: Ids = field(
-        default_factory=lambda: np.empty(0, np.uint16)
-    )  # if it was encoded; the first is that of the end of a document, as in llm.c
+    text: str  # if it was read
+    ids: NDArray[Any]  # if it was encoded; the first is that of the end of a document, as in llm.c
 
 
 @dataclass(frozen=True)
-class Batch:
+class ReadChunk:
     """The documents of a chunk."""
 
     size: int  # bytes of the source in this chunk
@@ -41,54 +38,46 @@ class Batch:
     rejected: list[Rejected]
 
 
-def read_chunk(cut: bool, chunk: Chunk) -> Batch:
+def read_chunk(cut: bool, chunk: Chunk) -> ReadChunk:
     """The texts of a chunk; with `cut`, documents are cut into pieces."""
-    documents, rejected = _divide(chunk, cut)
-    return Batch(chunk.size, [ReadDocument(*_digests(d), text=d.text) for d in documents], rejected)
-
-
-def encode_chunk(tokenizer: Path, sha256: str, cut: bool, chunk: Chunk) -> Batch:
-    """The ids of a chunk by the tokenizer in a file of this sha256; `cut` as for `read_chunk`."""
-    loaded, encode_all = _loaded(tokenizer, sha256)
-    documents, rejected = _divide(chunk, cut)
-    encoded = list[ReadDocument]()
-    for document, row in zip(documents, encode_all([d.text for d in documents]), strict=True):
-        ids = np.empty(len(row) + 1, token_dtype(loaded.vocab_size))
-        ids[0], ids[1:] = loaded.end_of_document, row
-        encoded.append(ReadDocument(*_digests(document), ids=ids))
-    return Batch(chunk.size, encoded, rejected)
-
-
-def _divide(chunk: Chunk, cut: bool) -> tuple[list[Document], list[Rejected]]:
-    documents, rejected = list[Document](), list[Rejected]()
+    documents, rejected = list[ReadDocument](), list[Rejected]()
     for record in chunk.records():
         if isinstance(record, Rejected):
             rejected.append(record)
-        elif cut:
-            pieces = enumerate(cut_text([record.text]))
-            documents += [Document(f"{record.name}#{i}", text) for i, text in pieces if not text.isspace()]
         else:
-            documents.append(record)
-    return documents, rejected
+            documents += map(_digested, _pieces(record) if cut else [record])
+    return ReadChunk(chunk.size, documents, rejected)
 
 
-def _digests(document: Document) -> tuple[bytes, bytes]:
-    """The digests of name and text, and of the text."""
-    # A name may hold bytes of a file system that are not UTF-8; a text may not.
-    name = hashlib.sha256(document.name.encode("utf-8", "surrogateescape")).digest()
-    text = document.text.encode("utf-8")
-    return hashlib.sha256(name + text).digest(), hashlib.blake2b(text, digest_size=16).digest()
-
-
-def batch_encoder(tokenizer: Tokenizer) -> EncodeAll:
-    """The fastest function that gives the tokenizer's ids for each text."""
-    if tokenizer.is_bytes:
-        return lambda texts: (np.frombuffer(text.encode("utf-8"), np.uint8) for text in texts)
-    by_words = word_encoder(tokenizer, token_dtype(tokenizer.vocab_size))
-    return tokenizer.encode_batch if by_words is None else partial(map, by_words)
+def encode_chunk(tokenizer: Path, sha256: str, cut: bool, chunk: Chunk) -> ReadChunk:
+    """The ids of a chunk by the tokenizer in a file of this sha256; `cut` as for `read_chunk`."""
+    read, (encode_all, end, dtype) = read_chunk(cut, chunk), _loaded(tokenizer, sha256)
+    encoded = list[ReadDocument]()
+    rows = encode_all([document.text for document in read.documents])
+    for document, row in zip(read.documents, rows, strict=True):
+        ids = np.empty(len(row) + 1, dtype)
+        ids[0], ids[1:] = end, row
+        encoded.append(replace(document, text="", ids=ids))
+    return replace(read, documents=encoded)
 
 
 @lru_cache(1)  # loaded once in a process; the digest tells a file from an earlier one in the same place
-def _loaded(path: Path, sha256: str) -> tuple[Tokenizer, EncodeAll]:
+def _loaded(path: Path, sha256: str) -> tuple[EncodeAll, int, np.dtype[Any]]:
+    """A function that encodes texts, the id of the end of a document, and the dtype of ids."""
     tokenizer = load_tokenizer(path)
-    return tokenizer, batch_encoder(tokenizer)
+    dtype = token_dtype(tokenizer.vocab_size)
+    return batch_encoder(tokenizer, dtype), tokenizer.end_of_document, dtype
+
+
+def _pieces(document: Document) -> Iterator[Document]:
+    for number, text in enumerate(cut_text([document.text])):
+        if not text.isspace():
+            yield Document(f"{document.name}#{number}", text)
+
+
+def _digested(document: Document) -> ReadDocument:
+    # A name may hold bytes of a file system that are not UTF-8; a text may not.
+    name = hashlib.sha256(document.name.encode("utf-8", "surrogateescape")).digest()
+    text = document.text.encode("utf-8")
+    digests = hashlib.sha256(name + text).digest(), hashlib.blake2b(text, digest_size=16).digest()
+    return ReadDocument(*digests, document.text, _NO_IDS)

@@ -65,7 +65,7 @@ def _context() -> Any:
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["narrowgauge.trainer.data.preparation.corpus_builder"])
+    context.set_forkserver_preload(["narrowgauge.trainer.data.preparation.encode"])
     return context
 
 

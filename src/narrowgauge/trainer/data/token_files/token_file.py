@@ -22,10 +22,11 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field
 
 from narrowgauge.system.errors import UserError
 from narrowgauge.system.files import sha256_of, staged_file
@@ -45,11 +46,13 @@ Tokens = NDArray[np.integer[Any]]
 Fault = Callable[[Path, str], UserError]
 
 
-@dataclass(frozen=True)
-class TokenFile:
-    """Facts of a token file when it was written: its token count and its digest."""
+class TokenFile(BaseModel):
+    """Facts of a token file when it was written."""
 
-    count: int
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    name: Annotated[str, Field(pattern=r"^[^/\\]+$")]
+    tokens: int
     sha256: str
 
 
@@ -83,7 +86,7 @@ class TokenWriter(AbstractContextManager["TokenWriter"]):
     def __init__(self, paths: Iterable[Path], vocab_size: int, most: int = MOST_TOKENS) -> None:
         assert 1 <= most <= MOST_TOKENS
         self.paths, self.vocab_size, self.most = iter(paths), vocab_size, most
-        self.written = dict[Path, TokenFile]()  # the files that are complete
+        self.written = list[TokenFile]()  # the files that are complete
         self._stack, self._dtype = ExitStack(), token_dtype(vocab_size)
 
     def __enter__(self) -> "TokenWriter":
@@ -118,10 +121,13 @@ class TokenWriter(AbstractContextManager["TokenWriter"]):
         self._file.write(bytes(HEADER_BYTES))  # the count is known at the end
 
     def _end(self) -> None:
+        header = np.zeros(HEADER_BYTES // 4, dtype="<i4")
+        magic, version = next(key for key, of_key in _DTYPES.items() if of_key == self._dtype)
+        header[:3] = magic, version, self._count
         self._file.seek(0)
-        self._file.write(_header(self._dtype, self._count))
+        self._file.write(header.tobytes())
         self._stack.close()
-        self.written[self._path] = TokenFile(self._count, sha256_of(self._path))
+        self.written.append(TokenFile(name=self._path.name, tokens=self._count, sha256=sha256_of(self._path)))
 
 
 def write_token_file(path: Path, chunks: Iterable[NDArray[Any]], vocab_size: int) -> TokenFile:
@@ -129,7 +135,7 @@ def write_token_file(path: Path, chunks: Iterable[NDArray[Any]], vocab_size: int
     with TokenWriter([path], vocab_size) as writer:
         for chunk in chunks:
             writer.write(chunk)
-    return writer.written[path]
+    return writer.written[0]
 
 
 def shard_paths(directory: Path, stem: str) -> Iterator[Path]:
@@ -165,8 +171,8 @@ def open_token_file(path: Path, expected: TokenFile | None = None) -> Tokens:
     size, right_size = path.stat().st_size, HEADER_BYTES + count * dtype.itemsize
     if size != right_size:
         raise fault(path, f"its header promises {count} tokens, so {right_size} bytes, and it has {size}")
-    if expected is not None and count != expected.count:
-        raise fault(path, f"it holds {count} tokens, but {expected.count} were written")
+    if expected is not None and count != expected.tokens:
+        raise fault(path, f"it holds {count} tokens, but {expected.tokens} were written")
     if count == 0:
         raise fault(path, "it holds no tokens")
     return np.memmap(path, dtype=dtype, mode="r", offset=HEADER_BYTES, shape=(count,))
@@ -202,10 +208,3 @@ def damaged(path: Path, what: str) -> UserError:
 def unfit(path: Path, what: str, remedy: str = "copy the file again, or create it again") -> UserError:
     """The error for another program's token file that cannot be read, with the way out."""
     return UserError(f"{path} cannot be read as tokens: {what}; {remedy}")
-
-
-def _header(dtype: np.dtype[Any], count: int) -> bytes:
-    header = np.zeros(HEADER_BYTES // 4, dtype="<i4")
-    magic, version = next(key for key, of_key in _DTYPES.items() if of_key == dtype)
-    header[:3] = magic, version, count
-    return header.tobytes()

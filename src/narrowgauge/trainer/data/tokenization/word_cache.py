@@ -1,4 +1,4 @@
-"""A cache of encoded words: encodes text faster than the library, to the same ids.
+"""Encodes texts faster than the library, to the same ids: bytes as they are, and words from a cache.
 
 No word is encoded twice. GPT-2's tokenizer, like every byte-level BPE modelled on it, cuts a text into pieces
 by a pattern and encodes each piece separately:
@@ -16,7 +16,8 @@ github.com/huggingface/tokenizers, and Unicode's property White_Space, which Oni
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -30,20 +31,26 @@ _WORD = re.compile(f"[{_SPACE}]*[^{_SPACE}]+|[{_SPACE}]+")
 _MOST_WORDS = 1 << 18  # words in the cache: some 60 MB
 _MOST_LENGTH = 64  # characters of a word in the cache
 
-Encode = Callable[[str], NDArray[np.unsignedinteger[Any]]]
+Ids = NDArray[np.unsignedinteger[Any]]
+EncodeAll = Callable[[list[str]], Iterable[Sequence[int] | Ids]]
 
 
-def word_encoder(tokenizer: Tokenizer, dtype: np.dtype[Any]) -> Encode | None:
+def batch_encoder(
+    tokenizer: Tokenizer, dtype: np.dtype[Any]
+) -> Callable[[list[str]], Iterable[Sequence[int] | Ids]]:
+    """The fastest function that gives the tokenizer's ids for each text, which `dtype` can hold."""
+    if tokenizer.is_bytes:
+        return lambda texts: (np.frombuffer(text.encode("utf-8"), np.uint8) for text in texts)
+    by_words = word_encoder(tokenizer, dtype)
+    return tokenizer.encode_batch if by_words is None else partial(map, by_words)
+
+
+def word_encoder(tokenizer: Tokenizer, dtype: np.dtype[Any]) -> Callable[[str], Ids] | None:
     """`tokenizer.encode` into an array of `dtype`, word by word; None if words depend on each other."""
     if not _cuts_before_white_space(tokenizer):
         return None
-    cache = _WordCache(tokenizer)
-
-    def encode(text: str) -> NDArray[np.unsignedinteger[Any]]:
-        ids = map(cache.__getitem__, _WORD.findall(text))
-        return np.fromiter(chain.from_iterable(ids), dtype)
-
-    return encode
+    ids_of = _WordCache(tokenizer).__getitem__
+    return lambda text: np.fromiter(chain.from_iterable(map(ids_of, _WORD.findall(text))), dtype)
 
 
 class _WordCache(dict[str, tuple[int, ...]]):
