@@ -40,7 +40,8 @@ def test_documents_are_kept_apart_and_the_tokenizer_is_the_named_one(here):
     ids = np.resize(IDS, 9 * 40)
     ends = np.add.outer(9 * np.arange(40), ENDS).reshape(-1)
     path = write("x.ds", ids, ends)
-    for source in ("x.ds", "x.*", "x.ds.index", "."):
+    write("idle.ds", [], [], count=0)  # of a task that had nothing to read
+    for source in ("x.ds", "x.*", "*.ds", "x.ds.index", "."):
         data = open_data(source)
         (train,), (val,) = data.train.streams, data.val.streams
         assert data.tokenizer.digest == load_tokenizer(here / "tok.json").digest

@@ -35,6 +35,13 @@ def is_datatrove(path: Path) -> bool:
     return path.suffix == SUFFIX or _beside(path, ".index").is_file()
 
 
+def is_idle(path: Path) -> bool:
+    """Whether a file is that of a task without documents: datatrove writes one for each of its tasks."""
+    metadata = _beside(path, ".metadata")
+    is_empty = path.suffix == SUFFIX and not path.stat().st_size and metadata.is_file()
+    return is_empty and metadata.read_bytes().split(b"\n")[1:2] == [b"0"]
+
+
 def open_datatrove(path: Path) -> OpenFile:
     """The tokens of X.ds, the first of each document, and the name of the tokenizer."""
     index, metadata = (_beside(path, suffix) for suffix in BESIDE)

@@ -67,7 +67,9 @@ def token_files(source: str) -> tuple[Files, Files] | None:
     try:
         if path.is_dir():
             candidates = sorted(p for p in path.iterdir() if p.suffix in _ENDINGS and p.name[0] != ".")
-            files = [file for p in candidates if p.is_file() and (file := _opened(p))]
+            files = [
+                file for p in candidates if p.is_file() and not datatrove.is_idle(p) and (file := _opened(p))
+            ]
             if not files:
                 return None
             others = [file.path for file in visible_files(path) if file.path.suffix != ".json"]
@@ -156,7 +158,7 @@ def _matches(pattern: str) -> Files:
     """The token files that a glob matches, in order; apart from text files, either all match or none."""
     names = sorted(glob.glob(str(user_path(pattern)), recursive=True))
     paths = [Path(n) for n in names if Path(n).is_file() and file_type(Path(n)) is None]
-    paths = list(dict.fromkeys(map(_data_of, paths)))
+    paths = [path for path in dict.fromkeys(map(_data_of, paths)) if not datatrove.is_idle(path)]
     opened = [_opened(path) for path in paths]
     files = [file for file in opened if file]
     if files and None in opened:
