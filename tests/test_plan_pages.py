@@ -185,10 +185,10 @@ def test_a_row_is_made_by_its_command(row):
 
 
 @pytest.mark.tier("nightly")  # plans of real models
-@pytest.mark.parametrize("number", [0, 1])
-def test_the_page_of_plans_shows_what_its_commands_print(number, narrowgauge):
+@pytest.mark.parametrize(("page", "number"), [("plan.md", 0), ("plan.md", 1), (CARD, 0), (GPT3, 0)])
+def test_a_page_shows_what_its_commands_print(page, number, narrowgauge):
     """Line breaks aside; `...` stands for what is left out."""
-    page = (DOCS / "plan.md").read_text(encoding="utf-8")
+    page = (DOCS / page).read_text(encoding="utf-8")
     line = blocks(page, "sh")[number].replace("\\\n", " ").split()
     printed = " ".join(narrowgauge(*line[1:]).out.split())
     for part in " ".join(blocks(page, "text")[number].split()).split(" ... "):
