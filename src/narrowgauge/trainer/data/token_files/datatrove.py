@@ -27,29 +27,25 @@ from narrowgauge.trainer.data.tokenization.tokenizer import Tokenizer, load_toke
 
 SUFFIX = ".ds"
 BESIDE = (".index", ".metadata")
-_UNKNOWN = "Unknown Tokenizer"
-
-
-def is_datatrove(path: Path) -> bool:
-    """Whether a file is one of datatrove's, by its own name or by its index."""
-    return path.suffix == SUFFIX or _beside(path, ".index").is_file()
 
 
 def is_idle(path: Path) -> bool:
     """Whether a file is that of a task without documents: datatrove writes one for each of its tasks."""
-    metadata = _beside(path, ".metadata")
+    metadata = Path(f"{path}.metadata")
     is_empty = path.suffix == SUFFIX and not path.stat().st_size and metadata.is_file()
     return is_empty and metadata.read_bytes().split(b"\n")[1:2] == [b"0"]
 
 
-def open_datatrove(path: Path) -> OpenFile:
-    """The tokens of X.ds, the first of each document, and the name of the tokenizer."""
-    index, metadata = (_beside(path, suffix) for suffix in BESIDE)
+def open_datatrove(path: Path) -> OpenFile | None:
+    """The tokens of X.ds, the first of each document, and the name of the tokenizer; None of another file."""
+    index, metadata = (Path(f"{path}{suffix}") for suffix in BESIDE)
+    if path.suffix != SUFFIX and not index.is_file():
+        return None
     for file, setting in ((index, "save_index"), (metadata, "save_final_metadata")):
         if not file.is_file():
             remedy = f"copy it there, or tokenize with {setting}=True"
             raise unfit(path, f"there is no {file.name} next to it", remedy)
-    if _beside(path, ".loss").is_file():
+    if Path(f"{path}.loss").is_file():
         remedy = "tokenize without save_loss_metadata, or move that file away to train on all targets"
         raise unfit(path, f"{path.name}.loss masks targets, which is not read", remedy)
     try:
@@ -72,7 +68,7 @@ def open_datatrove(path: Path) -> OpenFile:
     if not total:
         raise unfit(path, "it holds no tokens")
     starts = np.unique(np.append(0, ends[:-1]))  # an empty document starts where the next one does
-    named = None if name.startswith(_UNKNOWN) else name
+    named = None if name.startswith("Unknown Tokenizer") else name
     return OpenFile(
         path,
         f"datatrove with tokenizer {named}" if named else "datatrove",
@@ -121,7 +117,3 @@ def _find(name: str) -> Path | None:
     except HFValidationError:  # a path of the machine that tokenized
         return None
     return Path(cached) if isinstance(cached, str) else None
-
-
-def _beside(path: Path, suffix: str) -> Path:
-    return path.with_name(path.name + suffix)

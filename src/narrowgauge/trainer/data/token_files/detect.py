@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from narrowgauge.trainer.data.signatures import PICKLE, ZIP, LlmcMagic
-from narrowgauge.trainer.data.token_files.datatrove import is_datatrove, open_datatrove
+from narrowgauge.trainer.data.token_files.datatrove import open_datatrove
 from narrowgauge.trainer.data.token_files.megatron import is_megatron_index, open_megatron
 from narrowgauge.trainer.data.token_files.token_file import HEADER_BYTES, OpenFile, open_token_file, unfit
 
@@ -54,8 +54,8 @@ def open_tokens(path: Path) -> OpenFile | None:
     Raises:
         OSError: the file cannot be read.
     """
-    if is_datatrove(path):
-        return open_datatrove(path)
+    if found := open_datatrove(path):
+        return found
     with path.open("rb") as file:
         head = file.read(_SAMPLE_BYTES)
     magic = struct.unpack("<i", head[:4])[0] if len(head) >= 4 else 0

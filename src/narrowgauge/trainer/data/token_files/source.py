@@ -57,7 +57,6 @@ _NEAR = 1 << 20  # tokens in which to look for the start of a document
 _CHUNK = 1 << 22  # tokens read together
 _GPT2_SIZE = 50257
 
-
 Files = list[OpenFile]
 
 
