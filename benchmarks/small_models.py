@@ -12,7 +12,7 @@ with `torch.nn.Linear` and fused AdamW, in fp32 or under bf16 autocast. All have
 and ours multiplies bf16 in the precision, and computes attention in the way, that `train` chooses.
 
 `--before TREE` is a checkout of this repository (`git worktree add TREE COMMIT`) whose recipes also compete,
-in a process of their own, with torch's attention, as `train` computed it before `attention/in_order.py`.
+in a process of their own, with torch's attention, as `train` computed it before `attention_in_order.py`.
 """
 
 import argparse

@@ -115,7 +115,7 @@ def sharded_casts(device: torch.device, shape: Shape) -> Found:
     shards = [drawn((shape[0] // (i + 1), shape[1]), i, device, torch.float32) for i in range(3)]
     amaxes = amaxes_of(shards)
     encode = torch.full((), 100.0, dtype=torch.float32, device=device)
-    codes = {f"codes of {i}": codes_under(x, cast("e4m3"), encode, 1 / encode) for i, x in enumerate(shards)}
+    codes = {f"codes of {i}": codes_under(x, cast("e4m3"), encode) for i, x in enumerate(shards)}
     return {"amaxes": amaxes, **codes}
 
 

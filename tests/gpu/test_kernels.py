@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gpu.table import OPERATIONS
-from narrowgauge.kernels.dispatch import plain_operations
+from support.interpreted import plain_operations
 
 ADVICE = (
     "start runs under NARROWGAUGE_KERNELS=0, so that plain operations compute this; attention is torch's: "

@@ -7,12 +7,12 @@ import torch
 
 from gpu.compare import close, same
 from gpu.operations import drawn
-from narrowgauge.kernels.dispatch import plain_operations
 from narrowgauge.nn import convert, set_step
 from narrowgauge.nn.self_test import TINY, product_failure
 from narrowgauge.quantization import gradient_of
 from narrowgauge.recipes import device_facts, products_on, recipe, recipe_names
 from narrowgauge.recipes.backend import SCHEMES
+from support.interpreted import plain_operations
 
 ADVICE = (
     "runs emulate a wrong matmul automatically and report it; train a recipe whose layer differs with "

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from gpu import steps
-from narrowgauge.kernels.dispatch import plain_operations
 from narrowgauge.nn.self_test import verified_backend
+from support.interpreted import plain_operations
 
 ADVICE = "train with what the failure says agrees; if nothing does, use another recipe"
 KINDS = (

@@ -4,12 +4,7 @@ import pytest
 import torch
 
 from narrowgauge.kernels import amax as amax_room
-from narrowgauge.kernels.amax import (
-    _NUMBERS,
-    attach_amax,
-    begin_amaxes,
-    new_amax,
-)
+from narrowgauge.kernels.amax import _NUMBERS, attach_amax, begin_amaxes, new_amax
 from narrowgauge.kernels.cast import attached_amax
 
 CPU = torch.device("cpu")

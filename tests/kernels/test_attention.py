@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from kernels.common import INF, NAN, assert_same, assert_same_for_threads, needs_c, of_traced_code
+from narrowgauge.kernels import attention_in_order as way
 from narrowgauge.kernels import choose_attention
 from narrowgauge.kernels.attention import attend
-from narrowgauge.kernels.attention import in_order as way
 from narrowgauge.kernels.dispatch import attention_backends
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")

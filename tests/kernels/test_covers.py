@@ -23,6 +23,12 @@ FEW = covering({name: properties_of(name) for name in sorted(representatives())}
 EVERY = sorted(product(recipe_names(), SITES), key=lambda case: case not in FEW)  # the few first
 
 
+def switches_in(value):
+    """The switches of a constant, or of a tuple of them."""
+    values = value if isinstance(value, tuple) else (value,)
+    return tuple(v for v in values if isinstance(v, bool | str))
+
+
 class Launches(Recorder):
     """The variants of kernels that are launched: a name, and which switches are on."""
 
@@ -32,8 +38,8 @@ class Launches(Recorder):
 
     def told(self, work):
         if work.name.startswith("triton"):
-            switches = [n for n in work.numbers if isinstance(n, tuple) and isinstance(n[1], bool | str)]
-            self.found.add((work.name, tuple(switches)))
+            constants = [n for n in work.numbers if isinstance(n, tuple)]
+            self.found.add((work.name, tuple((name, switches_in(value)) for name, value in constants)))
 
 
 def launches_of(gpu, run):

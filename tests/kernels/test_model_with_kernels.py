@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from kernels.common import assert_same
-from narrowgauge.kernels.dispatch import plain_operations
 from narrowgauge.nn import convert
 from narrowgauge.trainer.models import Transformer, initialize, model_config
+from support.interpreted import plain_operations
 
 TINY = {"dim": 48, "layers": 2, "heads": 4, "ffn_dim": 40, "vocab_size": 61, "max_sequence_length": 16}
 #: A base, its sizes, a recipe, and how near.

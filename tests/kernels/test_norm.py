@@ -9,15 +9,7 @@ ulp, eps / 2 of the number.
 import pytest
 import torch
 
-from kernels.common import (
-    DTYPES,
-    INF,
-    NAN,
-    assert_c_is_torch,
-    assert_same,
-    needs_c,
-    normal,
-)
+from kernels.common import DTYPES, INF, NAN, assert_c_is_torch, assert_same, needs_c, normal
 from narrowgauge.kernels.cast import attached_amax
 from narrowgauge.kernels.norm import add_norm, reference
 
@@ -32,12 +24,8 @@ def drawn(shape, device, kind, *dtypes):
         None if d is None else normal(*rows, seed=i, dtype=d).to(device).requires_grad_()
         for i, (rows, d) in enumerate(zip((shape, shape, shape[-1:]), dtypes, strict=True))
     )
-    return (
-        x,
-        delta,
-        weight_D,
-        normal(shape[-1], seed=3).to(device).requires_grad_() if kind == "layer" else None,
-    )
+    bias_D = normal(shape[-1], seed=3).to(device).requires_grad_() if kind == "layer" else None
+    return x, delta, weight_D, bias_D
 
 
 @of_each_kind

@@ -11,15 +11,15 @@ import torch
 from gpu.joined_operations import bytes_of
 from kernels.common import INF, NAN, assert_same, normal
 from narrowgauge.kernels.cast import emulate_rows
-from narrowgauge.kernels.dispatch import plain_operations
 from narrowgauge.kernels.gradient_sum import through_rounding
-from narrowgauge.kernels.product import scaled_rows_and_rounded
+from narrowgauge.kernels.product import scaled_and_rounded
 from narrowgauge.kernels.triton.fp4_rows import launch_ranked
 from narrowgauge.nn import Linear
 from narrowgauge.quantization import QuantContext, estimator_slope, make_cast
 from narrowgauge.quantization import emulate as emulate_in_torch
 from narrowgauge.quantization.transforms import quantile_ranks, ranked
 from narrowgauge.recipes import recipe
+from support.interpreted import plain_operations
 
 BF16 = torch.bfloat16
 
@@ -27,11 +27,12 @@ BF16 = torch.bfloat16
 @pytest.mark.parametrize("has_rest", [True, False])
 def test_scales_of_rows_and_columns_are_applied_as_by_torch(device, has_rest):
     product, rest, rows, columns = (normal(5, 1100, seed=i).to(device) for i in range(4))
-    args = product, rest if has_rest else None
+    options = {"rest": rest if has_rest else None}
     for r, c in ((rows[:, 0], columns[0]), (rows[:, 0], columns[0, 0]), (rows[0, 0], columns[0])):
-        ours = scaled_rows_and_rounded(*args, r, c, BF16)
+        options["columns"] = c
+        ours = scaled_and_rounded(product, r, BF16, **options)
         with plain_operations():
-            assert torch.equal(ours, scaled_rows_and_rounded(*args, r, c, BF16))
+            assert torch.equal(ours, scaled_and_rounded(product, r, BF16, **options))
 
 
 def special(n):

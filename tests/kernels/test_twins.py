@@ -14,9 +14,9 @@ from gpu.compare import close, same
 from gpu.operations import matrix_cast
 from gpu.table import OPERATIONS
 from kernels.common import assert_same
-from narrowgauge.kernels.dispatch import plain_operations
 from narrowgauge.quantization import make_cast
 from narrowgauge.quantization.state import quantized_state
+from support.interpreted import plain_operations
 
 
 def not_finite(x, seed):
@@ -42,11 +42,8 @@ def draw(monkeypatch):
 
     def change(kind):
         def drawn(shape, seed, device, dtype=torch.bfloat16):
-            return (
-                STRANGE[kind](right(shape, seed, torch.device("cpu"), torch.float32), seed)
-                .to(dtype)
-                .to(device)
-            )
+            usual = right(shape, seed, torch.device("cpu"), torch.float32)
+            return STRANGE[kind](usual, seed).to(dtype).to(device)
 
         for module in (operations, joined_operations):
             monkeypatch.setattr(module, "drawn", drawn)

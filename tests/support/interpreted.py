@@ -9,7 +9,10 @@ are compiled for that GPU, and what was compiled is executed (`ptx`).
 import importlib
 import os
 import pkgutil
+from contextlib import AbstractContextManager
 from importlib.util import find_spec
+from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -34,6 +37,11 @@ def import_kernels() -> None:
             del os.environ["TRITON_INTERPRET"]
         else:
             os.environ["TRITON_INTERPRET"] = before
+
+
+def plain_operations() -> AbstractContextManager[Any]:
+    """Use no kernels: every operation is its reference."""
+    return patch.dict(os.environ, NARROWGAUGE_KERNELS="0")
 
 
 @pytest.fixture

@@ -35,9 +35,9 @@ def swiglu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up of [..., 2F], the gate first -> [..., F] in its dtype."""
     if not use_kernels(gate_up):
         return swiglu_reference(gate_up)
-    from narrowgauge.kernels.triton.activation import Swiglu
+    from narrowgauge.kernels.triton import activation as on_gpu
 
-    y: Tensor = Swiglu.apply(gate_up)
+    y: Tensor = on_gpu.Activation.apply(gate_up, on_gpu.swiglu)
     return y
 
 
@@ -45,9 +45,9 @@ def gelu(x: Tensor) -> Tensor:
     """GELU in its tanh form, in the shape and dtype of `x`."""
     if not use_kernels(x):
         return gelu_reference(x)
-    from narrowgauge.kernels.triton.activation import Gelu
+    from narrowgauge.kernels.triton import activation as on_gpu
 
-    y: Tensor = Gelu.apply(x)
+    y: Tensor = on_gpu.Activation.apply(x, on_gpu.gelu)
     return y
 
 

@@ -87,7 +87,7 @@ def adamw(
     factors: Factors,
     keys: Mapping[str, tuple[int, int]],
 ) -> None:
-    """Update a parameter and its state in place by the kernel, which must support all of it (`takes`).
+    """Update a parameter and its state in place by the kernel, which must support all of it (`supports`).
 
     Args:
         w: The master if there is one, else the weight.

@@ -98,16 +98,9 @@ def amaxes_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.stack([local_amax(x) for x in tensors]).float()
 
 
-def codes_under(x: torch.Tensor, cast: Cast, encode: torch.Tensor, decode: torch.Tensor) -> torch.Tensor:
-    """The uint8 codes of a matrix under one known scale, 0-dim fp32 (encode, decode): reads it once.
-
-    Where decode is NaN, the codes are meaningless.
-    """
-    if _has_kernel(x, cast, DEFAULT_CONTEXT) and cast.block is None and not cast.is_random:
-        from narrowgauge.kernels.triton.cast_launch import launch_codes
-
-        return launch_codes(x, cast, encode, decode)
-    return quantize_in_context(x, cast, -1, QuantContext(scale=encode)).codes
+def codes_under(x: torch.Tensor, cast: Cast, encode: torch.Tensor) -> torch.Tensor:
+    """The uint8 codes of a matrix under one known scale, 0-dim fp32, of finite values: reads it once."""
+    return quantize(x, cast, -1, QuantContext(scale=encode, amax=encode))[0].codes
 
 
 def emulate(

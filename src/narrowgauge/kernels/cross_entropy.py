@@ -53,30 +53,28 @@ class _CrossEntropy(FirstOrderFunction):
     @staticmethod
     def forward(
         ctx: Any, logits_TV: Tensor, y_T: Tensor, targets: int | None, overwrite: bool, z_loss: float
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        stats_2T, ignores = None, targets is not None
+    ) -> Tensor:
+        ignores, stats_2T, squares_T = targets is not None, None, None
         if use_kernels(logits_TV):
-            loss_T, stats_2T = row_losses(logits_TV, y_T, ignores)
+            loss_T, squares_T, stats_2T = row_losses(logits_TV, y_T, ignores, z_loss)
             total = loss_T.sum()
         else:
             total = torch.zeros((), dtype=torch.float32, device=logits_TV.device)
             for z_CV, y_C in _chunks(logits_TV, y_T):
                 total += _losses(z_CV, y_C, ignores).sum()
+            if z_loss:
+                squares_T = _squares(logits_TV, y_T, None, ignores)
         ctx.save_for_backward(logits_TV, y_T, stats_2T)
         ctx.ignores, ctx.overwrite, ctx.z_loss = ignores, overwrite, z_loss
         ctx.count = len(y_T) if targets is None else max(targets, 1)
-        if not z_loss:
-            return total / ctx.count
-        squares_T = row_squares(logits_TV, y_T, stats_2T, ignores)
-        objective, terms_2 = with_z_loss(total / ctx.count, squares_T, z_loss, ctx.count)
-        ctx.mark_non_differentiable(terms_2)
-        return objective, terms_2
+        return with_z_loss(total / ctx.count, squares_T, z_loss, ctx.count)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor | None = None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         logits_TV, y_T, stats_2T = ctx.saved_tensors
         grad_TV = logits_TV.detach() if ctx.overwrite else torch.empty_like(logits_TV)
-        write_gradients(logits_TV, y_T, stats_2T, grad / ctx.count, ctx.ignores, grad_TV, ctx.z_loss)
+        factor = objective_of(grad) / ctx.count
+        write_gradients(logits_TV, y_T, stats_2T, factor, ctx.ignores, grad_TV, ctx.z_loss)
         return grad_TV, None, None, None, None
 
 
@@ -96,73 +94,50 @@ def cross_entropy(
         z_loss: The coefficient c; 0 for none.
     """
     overwrite = overwrite and not torch.compiler.is_compiling()  # the compiler plans memory itself
-    loss = _CrossEntropy.apply(logits.flatten(0, -2), y.flatten(), targets, overwrite, z_loss)
-    return in_one_tensor(*loss) if z_loss else loss
+    loss: Tensor = _CrossEntropy.apply(logits.flatten(0, -2), y.flatten(), targets, overwrite, z_loss)
+    return loss
 
 
-def with_z_loss(loss: Tensor, squares_T: Tensor, z_loss: float, count: int) -> tuple[Tensor, Tensor]:
-    """(cross entropy + z-loss, both terms [2]), from the cross entropy and `row_squares`."""
+def with_z_loss(loss: Tensor, squares_T: Tensor | None, z_loss: float, count: int) -> Tensor:
+    """The result of `cross_entropy`, from the mean loss and the squares of `row_losses`."""
+    if squares_T is None:
+        return loss
     terms_2 = torch.stack([loss, z_loss * squares_T.sum() / count])
-    return terms_2.sum(), terms_2
+    return torch.cat([terms_2.sum()[None], terms_2])
 
 
 def objective_of(loss: Tensor) -> Tensor:
-    """The training objective, 0-dim: the loss itself, or the objective of a loss with a z-loss."""
+    """The training objective, 0-dim: the loss itself, or the first of the three with a z-loss."""
     return loss[0] if loss.ndim else loss
 
 
-def in_one_tensor(objective: Tensor, terms_2: Tensor) -> Tensor:
-    """[3]: the objective, cross entropy, z-loss."""
-    return torch.cat([objective[None], terms_2])
+def row_losses(
+    z_TV: Tensor, y_T: Tensor, ignores: bool, z_loss: float = 0.0, factor: Tensor | None = None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The loss of each token, fp32 [T]; with a `factor` the gradients are written over the logits.
 
+    They are those of `write_gradients`; a kernel does both in one launch. `ignores` allows IGNORED among the
+    ids.
 
-def row_losses(z_TV: Tensor, y_T: Tensor, ignores: bool) -> tuple[Tensor, Tensor | None]:
-    """The loss of each token, fp32 [T], and the statistics that a kernel keeps for `write_gradients`.
-
-    The statistics are fp32 [2, T], or None. `ignores` allows IGNORED among the ids.
+    Returns:
+        The losses; with a z-loss the squared log-sum-exp of each token, fp32 [T], 0 for an IGNORED one; and
+        the statistics that a kernel keeps for `write_gradients`, fp32 [2, T].
     """
-    if use_kernels(z_TV):
-        from narrowgauge.kernels.triton import cross_entropy as on_gpu
-
-        return on_gpu.losses(z_TV, y_T, IGNORED if ignores else None)
-    loss_T = z_TV.new_empty(len(z_TV), dtype=torch.float32)
-    for z_CV, y_C, loss_C in _chunks(z_TV, y_T, loss_T):
-        loss_C.copy_(_losses(z_CV, y_C, ignores))
-    return loss_T, None
-
-
-def row_losses_and_gradients(
-    z_TV: Tensor, y_T: Tensor, factor: Tensor, ignores: bool, z_loss: float
-) -> tuple[Tensor, Tensor | None]:
-    """The loss of each token, and `row_squares` with a z-loss; writes the gradients over the logits.
-
-    The gradients are as in `write_gradients`. A kernel does all in one launch, reading the logits once.
-    """
+    stats_2T = None
     if use_kernels(z_TV):
         from narrowgauge.kernels.triton import cross_entropy as on_gpu
 
         loss_T, stats_2T = on_gpu.losses(z_TV, y_T, IGNORED if ignores else None, factor, z_loss)
-        torch.autograd.graph.increment_version(z_TV)  # autograd does not see a kernel's writes
-        return loss_T, row_squares(z_TV, y_T, stats_2T, ignores) if z_loss else None
-    loss_T, _ = row_losses(z_TV, y_T, ignores)
-    squares_T = row_squares(z_TV, y_T, None, ignores) if z_loss else None
-    write_gradients(z_TV, y_T, None, factor, ignores, z_TV, z_loss)
-    return loss_T, squares_T
-
-
-def row_squares(z_TV: Tensor, y_T: Tensor, stats_2T: Tensor | None, ignores: bool) -> Tensor:
-    """The squared log-sum-exp of each token, fp32 [T]; 0 for an IGNORED token.
-
-    `stats_2T` comes from `row_losses`.
-    """
-    if stats_2T is not None:
-        log_T = stats_2T[0] + stats_2T[1].log()
     else:
-        log_T = z_TV.new_empty(len(z_TV), dtype=torch.float32)
-        for z_CV, log_C in _chunks(z_TV, log_T):
-            log_C.copy_(z_CV.float().logsumexp(dim=-1))
-    squares_T = log_T.square()
-    return squares_T.masked_fill(y_T == IGNORED, 0) if ignores else squares_T
+        loss_T = z_TV.new_empty(len(z_TV), dtype=torch.float32)
+        for z_CV, y_C, loss_C in _chunks(z_TV, y_T, loss_T):
+            loss_C.copy_(_losses(z_CV, y_C, ignores))
+    squares_T = _squares(z_TV, y_T, stats_2T, ignores) if z_loss else None
+    if factor is not None and stats_2T is None:
+        write_gradients(z_TV, y_T, None, factor, ignores, z_TV, z_loss)
+    elif factor is not None:
+        torch.autograd.graph.increment_version(z_TV)  # autograd does not see a kernel's writes
+    return loss_T, squares_T, stats_2T
 
 
 def write_gradients(
@@ -188,7 +163,7 @@ def write_gradients(
         p_CV = z_CV.float().softmax(dim=-1)
         if z_loss:
             p_CV.mul_(1 + 2 * z_loss * z_CV.float().logsumexp(dim=-1, keepdim=True))
-        index_C1, ignored_C1 = _split(y_C) if ignores else (y_C[:, None], None)
+        index_C1, ignored_C1 = _split(y_C, ignores)
         p_CV.scatter_(1, index_C1, p_CV.gather(1, index_C1) - 1)
         p_CV.mul_(factor)
         out_CV.copy_(p_CV if ignored_C1 is None else p_CV.masked_fill_(ignored_C1, 0))
@@ -196,14 +171,28 @@ def write_gradients(
 
 
 def _losses(z_CV: Tensor, y_C: Tensor, ignores: bool) -> Tensor:
-    """The reference of `row_losses` for one chunk."""
-    index_C1, ignored_C1 = _split(y_C) if ignores else (y_C[:, None], None)
+    """The losses of one chunk."""
+    index_C1, ignored_C1 = _split(y_C, ignores)
     log_p_C1 = z_CV.float().log_softmax(dim=-1).gather(1, index_C1)
     return -(log_p_C1 if ignored_C1 is None else log_p_C1.masked_fill(ignored_C1, 0))[:, 0]
 
 
-def _split(y_C: Tensor) -> tuple[Tensor, Tensor]:
-    """Ids that can be looked up, and whether each stands for IGNORED; both [C, 1]."""
+def _squares(z_TV: Tensor, y_T: Tensor, stats_2T: Tensor | None, ignores: bool) -> Tensor:
+    """The squares of `row_losses`."""
+    if stats_2T is not None:
+        log_T = stats_2T[0] + stats_2T[1].log()
+    else:
+        log_T = z_TV.new_empty(len(z_TV), dtype=torch.float32)
+        for z_CV, log_C in _chunks(z_TV, log_T):
+            log_C.copy_(z_CV.float().logsumexp(dim=-1))
+    squares_T = log_T.square()
+    return squares_T.masked_fill(y_T == IGNORED, 0) if ignores else squares_T
+
+
+def _split(y_C: Tensor, ignores: bool) -> tuple[Tensor, Tensor | None]:
+    """Ids that can be looked up, and whether each stands for IGNORED, if any may; both [C, 1]."""
+    if not ignores:
+        return y_C[:, None], None
     ignored_C = y_C == IGNORED
     return y_C.masked_fill(ignored_C, 0)[:, None], ignored_C[:, None]
 

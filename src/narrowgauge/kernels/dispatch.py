@@ -83,19 +83,6 @@ def has_kernels(device: torch.device) -> bool:
     return device.type == "cuda" and can_compile() and _is_for(device)
 
 
-@contextmanager
-def plain_operations() -> Iterator[None]:
-    """Use no kernels: every operation is its reference, as under NARROWGAUGE_KERNELS=0."""
-    before = os.environ.get("NARROWGAUGE_KERNELS")
-    os.environ["NARROWGAUGE_KERNELS"] = "0"
-    try:
-        yield
-    finally:
-        os.environ.pop("NARROWGAUGE_KERNELS")
-        if before is not None:
-            os.environ["NARROWGAUGE_KERNELS"] = before
-
-
 def _is_for(device: torch.device) -> bool:
     """Whether Triton compiles for a GPU: AMD's, and NVIDIA's from Ampere on."""
     return bool(torch.version.hip) or _capability(device) >= (8, 0)
@@ -164,7 +151,7 @@ def _onednn_multiplies_bf16() -> bool:
 def choose_attention(name: str) -> None:
     """From now on compute attention of 16-bit values on a CPU by "torch", "in-order" or in "fp32".
 
-    "in-order" is for bf16 values (`attention.in_order`).
+    "in-order" is for bf16 values (`attention_in_order`).
     """
     _chosen_attention[:] = [name] if name else []
 

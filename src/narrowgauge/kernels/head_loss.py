@@ -42,13 +42,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge.kernels.cross_entropy import (
-    in_one_tensor,
-    row_losses,
-    row_losses_and_gradients,
-    row_squares,
-    with_z_loss,
-)
+from narrowgauge.kernels.cross_entropy import objective_of, row_losses, with_z_loss
 from narrowgauge.kernels.dispatch import is_slow, sums_in_fp32
 from narrowgauge.kernels.product import aligned_rows
 from narrowgauge.system.devices import is_shape_only
@@ -72,7 +66,7 @@ class _HeadLoss(FirstOrderFunction):
         has_gradients: bool,
         z_loss: float,
         add: Add | None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> Tensor:
         ctx.add = add
         ctx.ignores, ctx.dtypes, ctx.z_loss = targets is not None, (h_TD.dtype, w_VD.dtype), z_loss
         ctx.count = len(y_T) if targets is None else max(targets, 1)
@@ -80,23 +74,18 @@ class _HeadLoss(FirstOrderFunction):
         factor = None
         if has_gradients and not ctx.is_late:
             factor = torch.ones((), dtype=torch.float32, device=h_TD.device) / ctx.count
-        loss_T, squares_T, dh_TD, dw_VD = _losses_and_gradients(h_TD, w_VD, y_T, ctx.ignores, factor, z_loss)
+        loss_T, squares_T, dh_TD, dw_VD = _compute(h_TD, w_VD, y_T, ctx.ignores, factor, z_loss)
         if has_gradients:
             ctx.save_for_backward(*((h_TD, w_VD, y_T) if ctx.is_late else (dh_TD, dw_VD)))
-        loss = loss_T.sum() / ctx.count
-        if not z_loss:
-            return loss
-        objective, terms_2 = with_z_loss(loss, squares_T, z_loss, ctx.count)
-        ctx.mark_non_differentiable(terms_2)
-        return objective, terms_2
+        return with_z_loss(loss_T.sum() / ctx.count, squares_T if z_loss else None, z_loss, ctx.count)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        h_dtype, w_dtype = ctx.dtypes
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (h_dtype, w_dtype), grad = ctx.dtypes, objective_of(grad)
         if ctx.is_late:
             h_TD, w_VD, y_T = ctx.saved_tensors
             factor = grad / ctx.count
-            _, _, dh_TD, dw_VD = _losses_and_gradients(h_TD, w_VD, y_T, ctx.ignores, factor, ctx.z_loss)
+            _, _, dh_TD, dw_VD = _compute(h_TD, w_VD, y_T, ctx.ignores, factor, ctx.z_loss)
         else:
             dh_TD, dw_VD = ctx.saved_tensors
             dh_TD = dh_TD.mul_(grad)
@@ -131,8 +120,8 @@ def head_loss(
             False to leave it to autograd.
     """
     has_gradients = torch.is_grad_enabled() and (h.requires_grad or w_VD.requires_grad)
-    loss = _HeadLoss.apply(h.flatten(0, -2), w_VD, y.flatten(), targets, has_gradients, z_loss, add)
-    return in_one_tensor(*loss) if z_loss else loss
+    loss: Tensor = _HeadLoss.apply(h.flatten(0, -2), w_VD, y.flatten(), targets, has_gradients, z_loss, add)
+    return loss
 
 
 def rows_of_chunk(tokens: int, vocabulary: int) -> int:
@@ -143,24 +132,16 @@ def rows_of_chunk(tokens: int, vocabulary: int) -> int:
     return max(_TILE, -(-rows // _TILE) * _TILE)
 
 
-def _losses_and_gradients(
-    h_TD: Tensor, w_VD: Tensor, y_T: Tensor, ignores: bool, factor: Tensor | None, z_loss: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(losses [T], `row_squares` [T] or empty, dh_TD, dw_VD), all fp32.
-
-    The gradients are multiplied by `factor`, or empty if it is None.
-    """
-    if torch.compiler.is_compiling():
-        return _in_one_operator(h_TD, w_VD, y_T, ignores, factor, z_loss)
-    return _in_chunks(h_TD, w_VD, y_T, ignores, factor, z_loss)
-
-
 def _in_chunks(
     h_TD: Tensor, w_VD: Tensor, y_T: Tensor, ignores: bool, factor: Tensor | None, z_loss: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(losses [T], squares of `row_losses` [T] or empty, dh_TD, dw_VD), all fp32.
+
+    The gradients are multiplied by `factor`, or empty if it is None.
+    """
     w_VD = w_VD.to(h_TD.dtype)
     T, V, rows = len(h_TD), len(w_VD), rows_of_chunk(len(h_TD), len(w_VD))
-    loss_T, squares_T, dh_TD, dw_VD = _results(h_TD, w_VD, factor, z_loss)
+    loss_T, squares_T, dh_TD, dw_VD = _results(h_TD, w_VD, y_T, ignores, factor, z_loss)
     logits_CV = aligned_rows(min(rows, T), V, h_TD)
     # On the meta device one chunk represents all.
     for start in range(0, min(T, rows) if is_shape_only(h_TD) else T, rows):
@@ -168,44 +149,35 @@ def _in_chunks(
         h_CD, y_C = h_TD[chunk], y_T[chunk]
         z_CV = logits_CV[: len(h_CD)]
         _multiply(h_CD, w_VD.T, z_CV)
-        if factor is None:
-            loss_C, stats_2C = row_losses(z_CV, y_C, ignores)
-            squares_C = row_squares(z_CV, y_C, stats_2C, ignores) if z_loss else None
-        else:
-            loss_C, squares_C = row_losses_and_gradients(z_CV, y_C, factor, ignores, z_loss)
-            _multiply(z_CV, w_VD, dh_TD[chunk])
-            _multiply(z_CV.T, h_CD, dw_VD, adds=start > 0)
-        loss_T[chunk] = loss_C
+        loss_T[chunk], squares_C, _ = row_losses(z_CV, y_C, ignores, z_loss, factor)
         if squares_C is not None:
             squares_T[chunk] = squares_C
+        if factor is not None:
+            _multiply(z_CV, w_VD, dh_TD[chunk])
+            _multiply(z_CV.T, h_CD, dw_VD, adds=start > 0)
     if factor is not None and not T:
         dw_VD.zero_()
     return loss_T, squares_T, dh_TD, dw_VD
 
 
-@torch.library.custom_op("narrowgauge::head_loss", mutates_args=())
-def _in_one_operator(
-    h_TD: Tensor, w_VD: Tensor, y_T: Tensor, ignores: bool, factor: Tensor | None, z_loss: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`_in_chunks` as one operator, so that compiled graphs contain it whole, with its kernels."""
-    return _in_chunks(h_TD, w_VD, y_T, ignores, factor, z_loss)
-
-
-@_in_one_operator.register_fake
-def _(
-    h_TD: Tensor, w_VD: Tensor, y_T: Tensor, ignores: bool, factor: Tensor | None, z_loss: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _results(h_TD, w_VD, factor, z_loss)
-
-
 def _results(
-    h_TD: Tensor, w_VD: Tensor, factor: Tensor | None, z_loss: float
+    h_TD: Tensor, w_VD: Tensor, y_T: Tensor, ignores: bool, factor: Tensor | None, z_loss: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Allocate the results of `_losses_and_gradients`."""
+    """Allocate the results of `_in_chunks`."""
     T = len(h_TD)
     shapes = [(T,), (T if z_loss else 0,)] + ([(0,), (0,)] if factor is None else [h_TD.shape, w_VD.shape])
     loss_T, squares_T, dh_TD, dw_VD = (h_TD.new_empty(shape, dtype=torch.float32) for shape in shapes)
     return loss_T, squares_T, dh_TD, dw_VD
+
+
+# One operator, so that compiled graphs contain it whole, with its kernels.
+_operator = torch.library.custom_op("narrowgauge::head_loss", _in_chunks, mutates_args=())
+_operator.register_fake(_results)
+
+
+def _compute(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`_in_chunks`, traced as one operator."""
+    return (_operator if torch.compiler.is_compiling() else _in_chunks)(*inputs)
 
 
 def _multiply(a: Tensor, b: Tensor, out: Tensor, adds: bool = False) -> None:

@@ -10,41 +10,33 @@ from narrowgauge.kernels.dispatch import use_kernels
 
 
 def scaled_and_rounded(
-    product: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, other: torch.Tensor | None = None
-) -> torch.Tensor:
-    """product * (scale * other), rounded once to `dtype`; contiguous fp32, and 0-dim fp32 scales.
-
-    Emulated operands have separate tensor scales (`nn.gemm`). They are applied to the accumulator, which
-    torch's matmul on a GPU writes in fp32. Bytes per element, for a 2-byte result: 4 + 4 and 4 + 2 in plain
-    torch, 4 + 2 in one pass.
-    """
-    if use_kernels(product):
-        from narrowgauge.kernels.triton.product import launch_scaled
-
-        return launch_scaled(product, scale, dtype, other)
-    return (product * (scale if other is None else scale * other)).to(dtype)
-
-
-def scaled_rows_and_rounded(
     product: torch.Tensor,
-    rest: torch.Tensor | None,
     rows: torch.Tensor,
-    columns: torch.Tensor,
     dtype: torch.dtype,
+    other: torch.Tensor | None = None,
+    rest: torch.Tensor | None = None,
+    columns: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """(product * rows + rest) * columns, computed in fp32 and rounded once to `dtype`.
+    """(product * (rows * other) + rest) * columns, computed in fp32 and rounded once to `dtype`.
+
+    Emulated operands have separate scales (`nn.gemm`). They are applied to the accumulator, which torch's
+    matmul on a GPU writes in fp32. Bytes per element, for a 2-byte result: 4 + 4 and 4 + 2 in plain torch,
+    4 + 2 in one pass.
 
     Args:
         product, rest: Contiguous fp32 (M, N).
         rows, columns: fp32 scales of the rows and the columns, or a single 0-dim one for all.
         dtype: The dtype of the result.
+        other: Another scale for all.
     """
     if use_kernels(product):
-        from narrowgauge.kernels.triton.product import launch_scaled_rows
+        from narrowgauge.kernels.triton.product import launch_scaled
 
-        return launch_scaled_rows(product, rest, rows, columns, dtype)
+        return launch_scaled(product, rows, dtype, other, rest, columns)
+    rows = rows if other is None else rows * other
     product = product * (rows.unsqueeze(1) if rows.ndim else rows)
-    return ((product if rest is None else product + rest) * columns).to(dtype)
+    product = product if rest is None else product + rest
+    return (product if columns is None else product * columns).to(dtype)
 
 
 def aligned_rows(rows: int, width: int, like: torch.Tensor) -> torch.Tensor:

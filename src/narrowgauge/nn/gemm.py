@@ -42,7 +42,7 @@ import torch
 from narrowgauge.formats import Format, pack, torch_dtype
 from narrowgauge.kernels.cast import quantize_in_tiles
 from narrowgauge.kernels.dispatch import is_slow, is_traced, sums_in_fp32, use_kernels
-from narrowgauge.kernels.product import aligned_rows, scaled_and_rounded, scaled_rows_and_rounded
+from narrowgauge.kernels.product import aligned_rows, scaled_and_rounded
 from narrowgauge.quantization import Cast, QTensor, QuantContext
 from narrowgauge.quantization import cast as named_cast
 from narrowgauge.system.devices import is_gpu, is_shape_only
@@ -234,13 +234,8 @@ def _product_by_rows(a: Operand, b: Operand, dtype: torch.dtype) -> torch.Tensor
         torch.ones((), dtype=torch.float32, device=b_KN.device) if x.scale is None else x.scale
         for x in (a, b)
     )
-    return scaled_rows_and_rounded(
-        _summed_in_fp32(a.elements, b_KN),
-        None if a.rest is None else _summed_in_fp32(a.rest, b_KN),
-        a_scale,
-        b_scale,
-        dtype,
-    )
+    rest = None if a.rest is None else _summed_in_fp32(a.rest, b_KN)
+    return scaled_and_rounded(_summed_in_fp32(a.elements, b_KN), a_scale, dtype, rest=rest, columns=b_scale)
 
 
 def _summed_in_fp32(a_MK: torch.Tensor, b_KN: torch.Tensor) -> torch.Tensor:

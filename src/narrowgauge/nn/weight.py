@@ -393,7 +393,7 @@ class WeightGather:
         if not shard.numel():
             return shard.to(torch.uint8), decode
         if self.codes is None:
-            self.codes = codes_under(shard, self.cast, encode, decode)
+            self.codes = codes_under(shard, self.cast, encode)
         return self.codes, decode
 
     def fsdp_post_all_gather(

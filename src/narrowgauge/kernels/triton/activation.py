@@ -1,6 +1,6 @@
 """Activations in tiles: each input is read once, each output written once."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -90,11 +90,44 @@ def gelu_backward(dy_ptr, x_ptr, out_ptr, amax_ptr, count, BLOCK: tl.constexpr):
     tl.atomic_max(amax_ptr, tl.max(magnitude(dx), 0), sem="relaxed")
 
 
-def tiling(rows: int, F: int) -> tuple[int, dict[str, Any]]:
-    """The number of tiles and their shape: up to 1024 columns, so that a wide row wastes little."""
-    cols = min(1024, next_power_of_2(F))
+class Activation(FirstOrderFunction):
+    """`activation.swiglu` or `gelu`, and its gradient: `compute` gives y of x, and dx of x and dy."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, compute: Callable[..., Tensor]) -> Tensor:
+        """The activation."""
+        ctx.save_for_backward(x)
+        ctx.compute = compute
+        return compute(x.contiguous())
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        """The gradient of x."""
+        (x,) = ctx.saved_tensors
+        return ctx.compute(x.contiguous(), dy.contiguous()), None
+
+
+def swiglu(gate_up: Tensor, dy: Tensor | None = None) -> Tensor:
+    """[..., 2F] -> [..., F], or the gradient [..., 2F].
+
+    A tile has up to 1024 columns, so that a wide row wastes little.
+    """
+    F = gate_up.shape[-1] // 2
+    rows, cols = gate_up.numel() // (2 * F), min(1024, next_power_of_2(F))
     tile = {"ROWS": TILE // cols, "COLS": cols}
-    return cdiv(rows, tile["ROWS"]) * cdiv(F, cols), tile
+    tiles = cdiv(rows, tile["ROWS"]) * cdiv(F, cols)
+    if dy is None:
+        y = gate_up.new_empty(*gate_up.shape[:-1], F)
+        return _launched(swiglu_forward, tiles, [gate_up], y, rows, F, **tile)
+    # 16-byte loads per thread; with eight warps fp32 needs more registers than a B200 has.
+    tile["num_warps"] = 16 if dy.element_size() == 4 else 8
+    return _launched(swiglu_backward, tiles, [dy, gate_up], torch.empty_like(gate_up), rows, F, **tile)
+
+
+def gelu(x: Tensor, dy: Tensor | None = None) -> Tensor:
+    """The activation, or the gradient of x."""
+    kernel, inputs = (gelu_forward, [x]) if dy is None else (gelu_backward, [dy, x])
+    return _launched(kernel, cdiv(x.numel(), TILE), inputs, torch.empty_like(x), x.numel(), BLOCK=TILE)
 
 
 def _launched(
@@ -106,49 +139,3 @@ def _launched(
     launch(kernel, (tiles,), *inputs, out, bits, *numbers, writes="out_ptr", updates="amax_ptr", **options)
     attach_amax(out, amax)
     return out
-
-
-class Swiglu(FirstOrderFunction):
-    """`activation.swiglu` and its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
-        """[..., 2F] -> [..., F]."""
-        ctx.save_for_backward(gate_up)
-        F = gate_up.shape[-1] // 2
-        y = torch.empty(*gate_up.shape[:-1], F, dtype=gate_up.dtype, device=gate_up.device)
-        rows = y.numel() // F
-        tiles, tile = tiling(rows, F)
-        return _launched(swiglu_forward, tiles, [gate_up.contiguous()], y, rows, F, **tile)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Tensor:
-        """[..., F] -> the gradient [..., 2F]."""
-        gate_up, F = ctx.saved_tensors[0].contiguous(), dy.shape[-1]
-        rows = dy.numel() // F
-        tiles, tile = tiling(rows, F)
-        # 16-byte loads per thread; with eight warps fp32 needs more registers than a B200 has.
-        tile["num_warps"] = 16 if dy.element_size() == 4 else 8
-        inputs = dy.contiguous(), gate_up
-        return _launched(swiglu_backward, tiles, inputs, torch.empty_like(gate_up), rows, F, **tile)
-
-
-class Gelu(FirstOrderFunction):
-    """`activation.gelu` and its gradient, in the shape of x."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        """The activation."""
-        ctx.save_for_backward(x)
-        return _gelu(gelu_forward, x.contiguous())
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Tensor:
-        """The gradient of x."""
-        (x,) = ctx.saved_tensors
-        return _gelu(gelu_backward, dy.contiguous(), x.contiguous())
-
-
-def _gelu(kernel: Any, *inputs: Tensor) -> Tensor:
-    n, out = inputs[0].numel(), torch.empty_like(inputs[-1])
-    return _launched(kernel, cdiv(n, TILE), inputs, out, n, BLOCK=TILE)

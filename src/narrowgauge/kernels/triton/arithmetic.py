@@ -10,6 +10,7 @@ import os
 from narrowgauge.kernels.triton.launch import libdevice, tl, triton
 
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+INFINITE = tl.constexpr(0x7F800000)  # the `magnitude` of an infinity; that of NaN is larger
 
 
 @triton.jit

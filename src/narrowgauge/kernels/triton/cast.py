@@ -14,18 +14,9 @@ a cast to E4M3 took 34 instructions per element instead of 15, and to MXFP8 alon
 contiguous 65 instead of 25, while memory moves 4 bytes in the time of some 29.
 """
 
-from narrowgauge.kernels.triton.arithmetic import dot, narrow, wide
+from narrowgauge.kernels.triton import rounding
+from narrowgauge.kernels.triton.arithmetic import INFINITE, dot, magnitude, narrow, wide
 from narrowgauge.kernels.triton.launch import tl, triton
-from narrowgauge.kernels.triton.rounding import code_of, to_fp8, to_grid, uniform, value_of
-from narrowgauge.kernels.triton.scales import (
-    INFINITE,
-    e8m0_code,
-    fp32_scale,
-    nvfp4_scale,
-    nvfp4_tensor_scale,
-    power_of_two,
-    rounded_scale,
-)
 
 
 @triton.jit
@@ -44,8 +35,7 @@ def _load(x, r, k, R, K, x_R, x_K, matrix, TR: tl.constexpr, TK: tl.constexpr, H
 @triton.jit
 def _largest_bits(tile, TR: tl.constexpr, TK: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr):
     """The bits of the amax of each block of BR x BK: [TR / BR, TK / BK] int32."""
-    bits = tile.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    return tl.max(tl.max(tl.reshape(bits, (TR // BR, BR, TK // BK, BK)), 3), 1)
+    return tl.max(tl.max(tl.reshape(magnitude(tile), (TR // BR, BR, TK // BK, BK)), 3), 1)
 
 
 @triton.jit
@@ -87,31 +77,24 @@ def _store_in_tiles(
 
 
 @triton.jit
-def _random(key, offset, r, k, element_R, element_K, ROUNDING: tl.constexpr):
-    """The random value of each element, by its index in row-major order."""
-    if ROUNDING == "stochastic":
-        index = r[:, None].to(tl.int64) * element_R + k[None, :].to(tl.int64) * element_K
-        return uniform(key, tl.load(offset) + index)
-    else:
-        return 0.0
-
-
-@triton.jit
 def _rounded(
-    scaled, random, MAX: tl.constexpr, EMIN: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr,
-    TWOS: tl.constexpr, MINUS_ZERO: tl.constexpr, ROUNDING: tl.constexpr, RANDOM_BITS: tl.constexpr,
-    CODES: tl.constexpr, CONVERTS: tl.constexpr,
+    scaled, key, offset, r, k, element_R, element_K,
+    G: tl.constexpr, CODES: tl.constexpr, CONVERTS: tl.constexpr,
 ):  # fmt: skip
-    """Elements in units of their scale, rounded: their codes, or their values as float32."""
+    """Elements in units of their scale, rounded: their codes, or their values as float32.
+
+    Each element's random bits follow from its index in row-major order.
+    """
     if CONVERTS:
-        value = to_fp8(scaled, MAX, M)
+        value = rounding.to_fp8(scaled, G)
         value = value.to(tl.uint8, bitcast=True) if CODES else value.to(tl.float32)
     else:
-        n, e, sign = to_grid(scaled, random, MAX, EMIN, M, ROUNDING, RANDOM_BITS)
-        if CODES:
-            value = code_of(n, e, sign, EMIN, M, BITS, TWOS, MINUS_ZERO)
-        else:
-            value = value_of(n, e, sign, M, MINUS_ZERO)
+        random = 0.0
+        if G[rounding.ROUNDING] == "stochastic":
+            index = r[:, None].to(tl.int64) * element_R + k[None, :].to(tl.int64) * element_K
+            random = rounding.uniform(key, tl.load(offset) + index)
+        n, e, sign = rounding.to_grid(scaled, random, G)
+        value = rounding.code_of(n, e, sign, G) if CODES else rounding.value_of(n, e, sign, G)
     return value
 
 
@@ -119,13 +102,11 @@ def _rounded(
 def cast_blocks(
     x, out, scales, scale_codes, over, tensor_scale, matrix, key, offset,
     R, K, R_OUT, K_OUT, GRID_R, GRID_K, x_R, x_K, out_R, out_K, grid_R, grid_K, element_R, element_K,
-    TR: tl.constexpr, TK: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, H: tl.constexpr,
-    MAX: tl.constexpr, EMIN: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr,
-    TWOS: tl.constexpr, MINUS_ZERO: tl.constexpr, ROUNDING: tl.constexpr, RANDOM_BITS: tl.constexpr,
-    SCALE: tl.constexpr, S_MAX: tl.constexpr, S_EMIN: tl.constexpr, S_M: tl.constexpr, S_NAN: tl.constexpr,
-    RULE: tl.constexpr, POWER_OF_TWO: tl.constexpr, AIM: tl.constexpr, INVERSE_LARGEST: tl.constexpr,
-    EMAX: tl.constexpr, FRACTION: tl.constexpr, CODES: tl.constexpr, LARGEST: tl.constexpr,
-    CONVERTS: tl.constexpr, IN_TILES: tl.constexpr,
+    TR: tl.constexpr, TK: tl.constexpr, G: tl.constexpr, CODES: tl.constexpr, CONVERTS: tl.constexpr,
+    AIM: tl.constexpr, POWER_OF_TWO: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, H: tl.constexpr,
+    SCALE: tl.constexpr, S: tl.constexpr, S_NAN: tl.constexpr, RULE: tl.constexpr,
+    INVERSE_LARGEST: tl.constexpr, EMAX: tl.constexpr, FRACTION: tl.constexpr, LARGEST: tl.constexpr,
+    IN_TILES: tl.constexpr,
 ):  # fmt: skip
     """One tile: the scales of its blocks, and its elements as codes or as values times their block's scale.
 
@@ -140,29 +121,26 @@ def cast_blocks(
     finite = bits < INFINITE
     amax = tl.where(finite, bits, 0).to(tl.float32, bitcast=True)
     if SCALE == "e8m0":
-        code = e8m0_code(amax, RULE, INVERSE_LARGEST, EMAX, FRACTION)
-        encode, block = power_of_two(254 - code), power_of_two(code)
+        code = rounding.e8m0_code(amax, RULE, INVERSE_LARGEST, EMAX, FRACTION)
+        encode, block = rounding.power_of_two(254 - code), rounding.power_of_two(code)
         code = tl.where(finite, code, 255)
     elif SCALE == "e4m3":
-        S, undo = nvfp4_tensor_scale(tl.load(over), LARGEST)
+        outer, undo = rounding.nvfp4_tensor_scale(tl.load(over), LARGEST)
         tl.store(tensor_scale, undo, mask=(tl.program_id(0) == 0) & (tl.program_id(1) == 0))
-        encode, block, code = nvfp4_scale(amax, S, INVERSE_LARGEST)
+        encode, block, code = rounding.nvfp4_scale(amax, outer, INVERSE_LARGEST, S)
         code = tl.where(finite, code, 127)
     elif SCALE == "rounded":
-        encode, block, code = rounded_scale(amax, AIM, S_MAX, S_EMIN, S_M)
+        encode, block, code = rounding.rounded_scale(amax, AIM, S)
         code = tl.where(finite, code, S_NAN)
     else:
-        encode, block = fp32_scale(amax, AIM, POWER_OF_TWO)
+        encode, block = rounding.fp32_scale(amax, AIM, POWER_OF_TWO)
     block = tl.where(finite, block, float("nan"))
     tile = tl.where(_over_blocks(finite.to(tl.int32), TR, TK, BR, BK) != 0, tile, 0.0)
     encode = _over_blocks(encode, TR, TK, BR, BK)
     scaled = tl.math.div_rn(tile, encode) if SCALE == "rounded" else tile * encode
-    random = _random(key, offset, r, k, element_R, element_K, ROUNDING)
-    value = _rounded(
-        scaled, random, MAX, EMIN, M, BITS, TWOS, MINUS_ZERO, ROUNDING, RANDOM_BITS, CODES, CONVERTS
-    )
+    value = _rounded(scaled, key, offset, r, k, element_R, element_K, G, CODES, CONVERTS)
     if IN_TILES:
-        if BITS == 4:
+        if G[rounding.BITS] == 4:
             _store_packed(out, value, r, TR, TK, R_OUT, K_OUT, out_R)
         else:
             _store(out, value, r, k, R_OUT, K_OUT, out_R, 1)
@@ -192,7 +170,7 @@ def largest(
     """
     is_read = True
     if HAS_AMAX:
-        known = tl.load(known_amax).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        known = magnitude(tl.load(known_amax))
         is_read = known >= INFINITE
         tl.store(amax, known, mask=(known < INFINITE) & (tl.program_id(0) + tl.program_id(1) == 0))
     if is_read:
@@ -215,11 +193,9 @@ def largest(
 def cast_given(
     x, out, other, encode, block, known_amax, seen, key, offset,
     R, K, x_R, x_K, out_R, out_K, other_R, other_K, scale_R, scale_K, block_R, block_K, element_R, element_K,
-    TR: tl.constexpr, TK: tl.constexpr, BY_ROW: tl.constexpr, IS_ONE: tl.constexpr,
-    MAX: tl.constexpr, EMIN: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr,
-    TWOS: tl.constexpr, MINUS_ZERO: tl.constexpr, ROUNDING: tl.constexpr, RANDOM_BITS: tl.constexpr,
-    CODES: tl.constexpr, TIMES_SCALE: tl.constexpr, DIVIDES: tl.constexpr, BOTH: tl.constexpr,
-    FROM_AMAX: tl.constexpr, AIM: tl.constexpr, POWER_OF_TWO: tl.constexpr, CONVERTS: tl.constexpr,
+    TR: tl.constexpr, TK: tl.constexpr, G: tl.constexpr, CODES: tl.constexpr, CONVERTS: tl.constexpr,
+    AIM: tl.constexpr, POWER_OF_TWO: tl.constexpr, BY_ROW: tl.constexpr, IS_ONE: tl.constexpr,
+    TIMES_SCALE: tl.constexpr, DIVIDES: tl.constexpr, FROM_AMAX: tl.constexpr,
 ):  # fmt: skip
     """One tile under the scales of its rows, or of the block that it lies in: NaN if that is not finite.
 
@@ -244,13 +220,11 @@ def cast_given(
         exists = tl.full((1,), 1, tl.int1)
         is_first = row % block_R + column % block_K + tl.arange(0, 1) == 0
     if FROM_AMAX:
-        amax = tl.load(encode + at, mask=exists, other=0.0)
-        finite = (amax.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < INFINITE
-        factor, scale = fp32_scale(tl.where(finite, amax, 0.0), AIM, POWER_OF_TWO)
-        scale = tl.where(finite, scale, float("nan"))
+        bits = magnitude(tl.load(encode + at, mask=exists, other=0.0))
+        _, factor, scale = rounding.scale_under(bits, AIM, POWER_OF_TWO)
         tl.store(block + at, scale, mask=exists & is_first)
     elif known_amax is not None:
-        bits = tl.load(known_amax + at).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        bits = magnitude(tl.load(known_amax + at))
         factor = tl.load(encode + at)
         scale = tl.where(bits < INFINITE, tl.math.div_rn(1.0, factor), float("nan"))
         tl.store(block + at, scale, mask=exists & is_first)
@@ -264,14 +238,11 @@ def cast_given(
     factor, scale = factor[:, None], scale[:, None]
     tile = tl.where(scale == scale, tile, 0.0)
     scaled = tl.math.div_rn(tile, tl.broadcast_to(factor, tile.shape)) if DIVIDES else tile * factor
-    random = _random(key, offset, r, k, element_R, element_K, ROUNDING)
-    value = _rounded(
-        scaled, random, MAX, EMIN, M, BITS, TWOS, MINUS_ZERO, ROUNDING, RANDOM_BITS, CODES, CONVERTS
-    )
+    value = _rounded(scaled, key, offset, r, k, element_R, element_K, G, CODES, CONVERTS)
     if TIMES_SCALE and not CODES:
         value = value * scale
     _store(out, value, r, k, R, K, out_R, out_K)
-    if BOTH:
+    if other is not None:
         _store(other, value, r, k, R, K, other_R, other_K)
 
 

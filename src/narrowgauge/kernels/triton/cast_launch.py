@@ -9,10 +9,10 @@ import torch
 
 from narrowgauge.formats import codes_of, format
 from narrowgauge.kernels.amax import new_amax
+from narrowgauge.kernels.triton import rounding
 from narrowgauge.kernels.triton.cast import cast_blocks, cast_given, largest, tile_of
 from narrowgauge.kernels.triton.launch import cdiv, launch
-from narrowgauge.kernels.triton.rounding import facts, facts_of_scale, is_converted, stream_tensors
-from narrowgauge.quantization import DEFAULT_CONTEXT, Cast, QTensor, QuantContext, operand_dtype
+from narrowgauge.quantization import Cast, QTensor, QuantContext, operand_dtype
 from narrowgauge.quantization.blocks import Blocks, blocks_of
 from narrowgauge.quantization.scales import scales_from
 from narrowgauge.quantization.transforms import hadamard, transform
@@ -44,22 +44,30 @@ class _View(NamedTuple):
     R: int
     K: int
     K_OUT: int
-    x: tuple[int, int]
-    element: tuple[int, int]  # strides in row-major order, which index the random bits
+    x: tuple[int, ...]
+    element: tuple[int, ...]  # strides in row-major order, which index the random bits
     shape: torch.Size  # of the result
     blocks: Blocks
+    grid: tuple[int, ...]  # strides of a contiguous tensor with an entry per block
+
+    def programs(self, tile: tuple[int, int]) -> tuple[int, int]:
+        """The grid of a launch."""
+        return cdiv(self.R, tile[0]), cdiv(self.K_OUT, tile[1])
 
 
 @lru_cache(1024)  # a model has a few dozen
 def _view(shape: torch.Size, strides: tuple[int, int], cast: Cast, axis: int) -> _View:
-    R, K = shape if axis == -1 else (shape[1], shape[0])
+    R, K = _turned(shape, axis)
     K_OUT = K + -K % cast.hadamard if cast.hadamard else K
-    s0, s1 = strides
-    if axis == -1:
-        out = torch.Size((R, K_OUT))
-        return _View(R, K, K_OUT, (s0, s1), (K_OUT, 1), out, blocks_of(out, cast, axis))
-    out = torch.Size((K_OUT, R))
-    return _View(R, K, K_OUT, (s1, s0), (1, R), out, blocks_of(out, cast, axis))
+    out = torch.Size(_turned((R, K_OUT), axis))
+    blocks = blocks_of(out, cast, axis)
+    element, grid = (_turned((width, 1), axis) for width in (out[1], blocks.grid[1]))
+    return _View(R, K, K_OUT, _turned(strides, axis), element, out, blocks, grid)
+
+
+def _turned(pair: tuple[int, ...], axis: int) -> tuple[int, ...]:
+    """What a matrix has along (rows, columns), along (rows, contraction); and back."""
+    return pair if axis == -1 else pair[::-1]
 
 
 def _empty(view: _View, axis: int, dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
@@ -67,16 +75,6 @@ def _empty(view: _View, axis: int, dtype: torch.dtype, like: torch.Tensor) -> to
     if dtype == torch.uint8 and axis == 0:
         return torch.empty(view.shape[::-1], dtype=dtype, device=like.device).T
     return torch.empty(view.shape, dtype=dtype, device=like.device)
-
-
-def _strides(out: torch.Tensor, axis: int) -> tuple[int, ...]:
-    """The strides of rows and of the contraction along `axis`."""
-    return out.stride() if axis == -1 else out.stride()[::-1]
-
-
-def _grid_strides(blocks: Blocks, axis: int) -> tuple[int, int]:
-    """The strides of rows and of the contraction in a contiguous tensor with an entry per block."""
-    return (blocks.grid[1], 1) if axis == -1 else (1, blocks.grid[1])
 
 
 def quantized(
@@ -99,12 +97,6 @@ def in_tiles(
     codes, _, _, scale_codes, S = _cast_blocks(x, cast, axis, torch.uint8, context, in_tiles=True)
     assert scale_codes is not None
     return codes, scale_codes, _one(x) if S is None else S
-
-
-@torch.no_grad()
-def launch_codes(x: torch.Tensor, cast: Cast, encode: torch.Tensor, decode: torch.Tensor) -> torch.Tensor:
-    """The uint8 codes of a matrix under one scale, 0-dim fp32 (encode, decode); 0 where decode is NaN."""
-    return _launch_given(x, cast, -1, torch.uint8, DEFAULT_CONTEXT, encode, decode)[0]
 
 
 @torch.no_grad()
@@ -166,7 +158,8 @@ def _cast_given(
     """
     if cast.hadamard:
         x = hadamard(x, cast.hadamard, axis, context.signs_of(cast))
-    blocks = _view(x.shape, x.stride(), cast, axis).blocks
+    view = _view(x.shape, x.stride(), cast, axis)
+    blocks = view.blocks
     amax = None if cast.hadamard or cast.block is not None else context.amax
     if amax is None:
         amax = _largest(x, cast, axis)
@@ -178,57 +171,34 @@ def _cast_given(
         factor, block, known_amax = scale, torch.empty((), dtype=torch.float32, device=x.device), amax
     else:
         scales = scales_from(amax.reshape(blocks.grid), cast, scale)
-        shape = amax.shape
-        factor, block = (s.contiguous().reshape(shape) for s in (scales.encode, scales.block))
+        factor, block = (s.contiguous().reshape(amax.shape) for s in (scales.encode, scales.block))
         divides = scales.divides
-    ways = divides, from_amax, both, known_amax, None if seen is None else seen.view(torch.int32)
-    out, other = _launch_given(x, cast, axis, dtype, context, factor, block, *ways)
+    tile, out = tile_of(view.x[1]), _empty(view, axis, dtype, x)
+    other = _empty(view, -1 - axis, dtype, x) if both else None
+    launch(
+        cast_given, view.programs(tile),
+        x, out, other, factor, block, known_amax, None if seen is None else seen.view(torch.int32),
+        *rounding.stream_tensors(context.random, x), view.R, view.K, *view.x, *_turned(out.stride(), axis),
+        *((0, 0) if other is None else _turned(other.stride(), axis)),
+        *view.grid, *_turned(blocks.size, axis), *view.element,
+        writes="out other block" if known_amax is not None or from_amax else "out other", updates="seen",
+        lanes=_lanes(x.shape, cast, axis, dtype), TR=tile[0], TK=tile[1], **_rounding(cast, x, dtype),
+        BY_ROW=_is_by_row(cast), IS_ONE=max(blocks.grid) == 1, TIMES_SCALE=cast.block is not None,
+        DIVIDES=divides, FROM_AMAX=from_amax,
+    )  # fmt: skip
     if cast.block is not None and not block.ndim:
         block = block.reshape(blocks.grid)
     return out, other, block, blocks
 
 
-def _launch_given(
-    x: torch.Tensor,
-    cast: Cast,
-    axis: int,
-    dtype: torch.dtype,
-    context: QuantContext,
-    factor: torch.Tensor,
-    block: torch.Tensor,
-    divides: bool = False,
-    from_amax: bool = False,
-    both: bool = False,
-    known_amax: torch.Tensor | None = None,
-    seen: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(codes or values, the same along the other axis) under given factors, or factors from amaxes."""
-    view = _view(x.shape, x.stride(), cast, axis)
-    tile, blocks = tile_of(view.x[1]), view.blocks
-    out = _empty(view, axis, dtype, x)
-    other = _empty(view, -1 - axis, dtype, x) if both else out
-    launch(
-        cast_given, _grid(view, tile),
-        x, out, other, factor, block, known_amax, seen, *stream_tensors(context.random, x),
-        view.R, view.K, *view.x, *_strides(out, axis), *_strides(other, axis),
-        *_grid_strides(blocks, axis), *_extents(blocks, axis), *view.element,
-        writes="out other block" if known_amax is not None or from_amax else "out other", updates="seen",
-        lanes=_lanes(x.shape, cast, axis, dtype),
-        TR=tile[0], TK=tile[1], BY_ROW=_is_by_row(cast), IS_ONE=max(blocks.grid) == 1,
-        **_rounding(cast, x, dtype), TIMES_SCALE=cast.block is not None, DIVIDES=divides, BOTH=both,
-        FROM_AMAX=from_amax, AIM=cast.aim, POWER_OF_TWO=cast.power_of_two,
-    )  # fmt: skip
-    return out, other if both else None
-
-
 def _rounding(cast: Cast, x: torch.Tensor, dtype: torch.dtype) -> dict[str, Any]:
     """How elements are rounded, as kernel constants."""
     return {
-        **facts(cast.element),
-        "ROUNDING": cast.rounding,
-        "RANDOM_BITS": cast.random_bits,
+        "G": rounding.grid_of(cast.element, cast.rounding, cast.random_bits),
         "CODES": dtype == torch.uint8,
-        "CONVERTS": is_converted(cast.element, cast.rounding, x.device),
+        "CONVERTS": rounding.is_converted(cast.element, cast.rounding, x.device),
+        "AIM": cast.aim,
+        "POWER_OF_TWO": cast.power_of_two,
     }
 
 
@@ -241,16 +211,17 @@ def _cast_blocks(
     """
     assert cast.block is not None
     over = tensor_scale = scale_codes = None
+    of_scale = format(cast.scale)
     matrix = transform(cast.hadamard, context.signs_of(cast), x) if cast.hadamard else None
     if cast.tensor_scale != "none":
         over = _largest(x, cast, axis, matrix, context.amax)
         tensor_scale = torch.empty((), dtype=torch.float32, device=x.device)
     view, codes = _view(x.shape, x.stride(), cast, axis), dtype == torch.uint8
     blocks, has_scales = view.blocks, codes and not in_tiles
-    grid = blocks.grid if axis == -1 else blocks.grid[::-1]
+    grid = _turned(blocks.grid, axis)
     tile, programs, extent = tile_of(view.x[1], cast.block[1]), view, (view.R, view.K_OUT)
     if in_tiles:
-        rows, across = (-(-n // of) for n, of in ((view.R, 128), (grid[1], 4)))
+        rows, across = cdiv(view.R, 128), cdiv(grid[1], 4)
         programs = view._replace(R=128 * rows, K_OUT=4 * across * cast.block[1])
         extent = view.R + -view.R % PADDED_ROWS, view.K_OUT + -view.K_OUT % PADDED_COLUMNS
         packed = extent[0], extent[1] * cast.element.bits // 8
@@ -262,18 +233,17 @@ def _cast_blocks(
             scale_codes = torch.empty(blocks.grid, dtype=torch.uint8, device=x.device)
     scales = torch.empty(blocks.grid if has_scales else (), dtype=torch.float32, device=x.device)
     launch(
-        cast_blocks, _grid(programs, tile),
+        cast_blocks, programs.programs(tile),
         x, out, scales, scales if scale_codes is None else scale_codes, scales if over is None else over,
         scales if tensor_scale is None else tensor_scale, x if matrix is None else matrix,
-        *stream_tensors(context.random, x), view.R, view.K, *extent, *grid, *view.x,
-        *(out.stride() if in_tiles else _strides(out, axis)),
-        *(_grid_strides(blocks, axis) if has_scales else (0, 0)), *view.element,
+        *rounding.stream_tensors(context.random, x), view.R, view.K, *extent, *grid, *view.x,
+        *(out.stride() if in_tiles else _turned(out.stride(), axis)), *view.grid, *view.element,
         writes="out scales scale_codes tensor_scale", lanes=_lanes(x.shape, cast, axis, dtype),
         TR=tile[0], TK=tile[1], BR=cast.block[0], BK=cast.block[1], H=cast.hadamard,
         **_rounding(cast, x, dtype), SCALE="rounded" if cast.has_rounded_scales else cast.scale,
-        **facts_of_scale(cast.scale), RULE=cast.scale_rule, POWER_OF_TWO=cast.power_of_two, AIM=cast.aim,
-        INVERSE_LARGEST=1 / cast.aim, EMAX=cast.element.emax, FRACTION=cast.element.fraction_bits,
-        LARGEST=cast.target * cast.aim, IN_TILES=in_tiles,
+        S=rounding.grid_of(of_scale), S_NAN=of_scale.nan_code if of_scale.bits == 8 else 0,
+        RULE=cast.scale_rule, INVERSE_LARGEST=1 / cast.aim, EMAX=cast.element.emax,
+        FRACTION=cast.element.fraction_bits, LARGEST=cast.target * cast.aim, IN_TILES=in_tiles,
     )  # fmt: skip
     return out, blocks, scales, scale_codes, tensor_scale
 
@@ -301,10 +271,10 @@ def _largest(
         amax = bits.view(torch.float32)
     tile = tile_of(view.x[1])
     launch(
-        largest, _grid(view, tile),
+        largest, view.programs(tile),
         x, bits, x if matrix is None else matrix, x if known is None else known, view.R, view.K, *view.x,
-        *((1, 1) if is_one else _grid_strides(view.blocks, axis)),
-        *((2**30, 2**30) if finite else _extents(view.blocks, axis)),
+        *((1, 1) if is_one else view.grid),
+        *((2**30, 2**30) if finite else _turned(view.blocks.size, axis)),
         updates="amax", seldom="" if known is None else "x", HAS_AMAX=known is not None,
         TR=tile[0], TK=tile[1], BR=BR, BK=BK, H=0 if matrix is None else len(matrix),
         BY_ROW=_is_by_row(cast), IS_ONE=is_one, FINITE=finite,
@@ -334,12 +304,3 @@ def _kind(cast: Cast) -> str:
 
 def _is_by_row(cast: Cast) -> bool:
     return cast.block is not None and cast.block[1] == 0
-
-
-def _extents(blocks: Blocks, axis: int) -> tuple[int, ...]:
-    """The rows and the contraction of a block."""
-    return blocks.size if axis == -1 else blocks.size[::-1]
-
-
-def _grid(view: _View, tile: tuple[int, int]) -> tuple[int, int]:
-    return -(-view.R // tile[0]), -(-view.K_OUT // tile[1])

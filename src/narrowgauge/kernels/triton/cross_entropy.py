@@ -13,6 +13,8 @@ relative at an exponent of -50) is far below that of a bf16 value, instead of to
 Legend: T rows, V vocabulary.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -48,18 +50,9 @@ def _gradient(
 
 @triton.jit
 def _losses(
-    z,
-    y,
-    factor,
-    loss,
-    stats,
-    rows,
-    width,
-    stride,
-    ignored: tl.constexpr,
-    twice_z_loss: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    z, y, factor, loss, stats, rows, width, stride,
+    ignored: tl.constexpr, twice_z_loss: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """The loss of a row; with a `factor` also its gradients, written over the logits."""
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
@@ -98,19 +91,9 @@ def _losses(
 
 @triton.jit
 def _gradients(
-    z,
-    y,
-    stats,
-    factor,
-    out,
-    rows,
-    width,
-    stride,
-    out_stride,
-    ignored: tl.constexpr,
-    twice_z_loss: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    z, y, stats, factor, out, rows, width, stride, out_stride,
+    ignored: tl.constexpr, twice_z_loss: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     x_L = wide(tl.load(z + row * stride + lane, mask=lane < width, other=float("-inf")))
@@ -120,11 +103,7 @@ def _gradients(
 
 
 def losses(
-    z_TV: Tensor,
-    y_T: Tensor,
-    ignored: int | None,
-    factor: Tensor | None = None,
-    z_loss: float = 0.0,
+    z_TV: Tensor, y_T: Tensor, ignored: int | None, factor: Tensor | None = None, z_loss: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """The loss of each row, fp32 [T], and the statistics of each row, fp32 [2, T].
 
@@ -139,37 +118,17 @@ def losses(
     rows, width = z_TV.shape
     loss_T = torch.empty(rows, dtype=torch.float32, device=z_TV.device)
     stats_2T = torch.empty(2, rows, dtype=torch.float32, device=z_TV.device)
-    if rows:
-        launch(
-            _losses,
-            (rows,),
-            z_TV,
-            y_T,
-            factor,
-            loss_T,
-            stats_2T,
-            rows,
-            width,
-            z_TV.stride(0),
-            writes="loss stats",
-            updates="" if factor is None else "z",
-            ignored=ignored,
-            twice_z_loss=2 * z_loss if z_loss else None,
-            BLOCK=BLOCK,
-            num_warps=WARPS,
-        )
+    launch(
+        _losses, (rows,), z_TV, y_T, factor, loss_T, stats_2T, rows, width, z_TV.stride(0),
+        writes="loss stats", updates="" if factor is None else "z", **_options(ignored, z_loss),
+    )  # fmt: skip
     return loss_T, stats_2T
 
 
 def write_gradients(
-    z_TV: Tensor,
-    y_T: Tensor,
-    stats_2T: Tensor,
-    factor: Tensor,
-    ignored: int | None,
-    out_TV: Tensor,
-    z_loss: float = 0.0,
-) -> None:
+    z_TV: Tensor, y_T: Tensor, stats_2T: Tensor, factor: Tensor, ignored: int | None,
+    out_TV: Tensor, z_loss: float = 0.0,
+) -> None:  # fmt: skip
     """Write (softmax(z) (1 + 2 c s) - [v = y]) * factor to `out_TV`, whose rows are contiguous.
 
     s is the row's log-sum-exp, c is `z_loss`.
@@ -177,23 +136,14 @@ def write_gradients(
     z_TV, y_T = in_rows(z_TV), y_T.contiguous()
     rows, width = z_TV.shape
     assert out_TV.stride(1) == 1 or width == 1
-    if rows:
-        launch(
-            _gradients,
-            (rows, cdiv(width, BLOCK)),
-            z_TV,
-            y_T,
-            stats_2T,
-            factor,
-            out_TV,
-            rows,
-            width,
-            z_TV.stride(0),
-            out_TV.stride(0),
-            writes="" if out_TV is z_TV else "out",
-            updates="out" if out_TV is z_TV else "",
-            ignored=ignored,
-            twice_z_loss=2 * z_loss if z_loss else None,
-            BLOCK=BLOCK,
-            num_warps=WARPS,
-        )
+    writes, updates = ("", "out") if out_TV is z_TV else ("out", "")
+    launch(
+        _gradients, (rows, cdiv(width, BLOCK)),
+        z_TV, y_T, stats_2T, factor, out_TV, rows, width, z_TV.stride(0), out_TV.stride(0),
+        writes=writes, updates=updates, **_options(ignored, z_loss),
+    )  # fmt: skip
+
+
+def _options(ignored: int | None, z_loss: float) -> dict[str, Any]:
+    twice_z_loss = 2 * z_loss if z_loss else None
+    return {"ignored": ignored, "twice_z_loss": twice_z_loss, "BLOCK": BLOCK, "num_warps": WARPS}

@@ -17,10 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge.kernels.triton.arithmetic import INTERPRETED, magnitude, narrow, wide
+from narrowgauge.kernels.triton import rounding
+from narrowgauge.kernels.triton.arithmetic import INFINITE, INTERPRETED, magnitude, narrow, wide
 from narrowgauge.kernels.triton.launch import cdiv, launch, libdevice, next_power_of_2, tl, triton
-from narrowgauge.kernels.triton.rounding import facts, to_grid, value_of
-from narrowgauge.kernels.triton.scales import INFINITE, fp32_scale
 from narrowgauge.quantization import Cast
 
 BLOCK, TILES = 4096, 8
@@ -116,37 +115,34 @@ def _row(x, k, K, low, high, CLAMPS: tl.constexpr):
 def _row_scale(
     x, K, low, high, TK: tl.constexpr, CLAMPS: tl.constexpr, AIM: tl.constexpr, POWER_OF_TWO: tl.constexpr
 ):
-    """(encode, decode, whether all is finite) of a row, one value each."""
+    """(whether all of a row is finite, encode, decode or NaN), one value each."""
     bits = tl.zeros((TK,), tl.int32)
     for start in range(0, K, TK):
         bits = tl.maximum(bits, magnitude(_row(x, start + tl.arange(0, TK), K, low, high, CLAMPS)[1]))
     largest = tl.max(bits, 0) + tl.zeros((1,), tl.int32)
     if CLAMPS:  # NaN limits make the whole row NaN
         largest = tl.where(low == low, tl.where(high == high, largest, INFINITE), INFINITE)
-    finite = largest < INFINITE
-    amax = tl.where(finite, largest, 0).to(tl.float32, bitcast=True)
-    encode, decode = fp32_scale(amax, AIM, POWER_OF_TWO)
-    return encode, decode, finite
+    return rounding.scale_under(largest, AIM, POWER_OF_TWO)
 
 
 @triton.jit
 def cast_rows(
     x, low, high, out, rest, scales, K, x_R,
-    TK: tl.constexpr, CLAMPS: tl.constexpr, CUTS: tl.constexpr, AIM: tl.constexpr, POWER_OF_TWO: tl.constexpr,
-    MAX: tl.constexpr, EMIN: tl.constexpr, M: tl.constexpr, MINUS_ZERO: tl.constexpr, ROUNDING: tl.constexpr,
+    CLAMPS: tl.constexpr, CUTS: tl.constexpr,
+    TK: tl.constexpr, AIM: tl.constexpr, POWER_OF_TWO: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
     """The elements of a row in units of its scale, and with CUTS the clamped remainder."""
     row = tl.program_id(0).to(tl.int64)
     x, out, rest = x + row * x_R, out + row * K, rest + row * K
     low, high = wide(tl.load(low)), wide(tl.load(high))
-    encode, decode, finite = _row_scale(x, K, low, high, TK, CLAMPS, AIM, POWER_OF_TWO)
-    tl.store(scales + row + tl.arange(0, 1), tl.where(finite, decode, float("nan")))
+    finite, encode, decode = _row_scale(x, K, low, high, TK, CLAMPS, AIM, POWER_OF_TWO)
+    tl.store(scales + row + tl.arange(0, 1), decode)
     for start in range(0, K, TK):
         k = start + tl.arange(0, TK)
         whole, clamped = _row(x, k, K, low, high, CLAMPS)
         scaled = tl.where(finite, clamped, 0.0) * encode
-        n, e, sign = to_grid(scaled, 0.0, MAX, EMIN, M, ROUNDING, 24)
-        tl.store(out + k, narrow(value_of(n, e, sign, M, MINUS_ZERO), out.dtype.element_ty), k < K)
+        n, e, sign = rounding.to_grid(scaled, 0.0, G)
+        tl.store(out + k, narrow(rounding.value_of(n, e, sign, G), out.dtype.element_ty), k < K)
         if CUTS:
             tl.store(rest + k, narrow(whole - clamped, rest.dtype.element_ty), k < K)
 
@@ -161,19 +157,18 @@ def _power(x, exponent: tl.constexpr):
 
 @triton.jit
 def slope_of_rows(
-    w, dw, out, K, w_R,
-    TK: tl.constexpr, AIM: tl.constexpr, POWER_OF_TWO: tl.constexpr,
-    MAX: tl.constexpr, EMIN: tl.constexpr, M: tl.constexpr, ESTIMATOR_K: tl.constexpr, CAP: tl.constexpr,
+    w, dw, out, K, w_R, ESTIMATOR_K: tl.constexpr, CAP: tl.constexpr,
+    TK: tl.constexpr, AIM: tl.constexpr, POWER_OF_TWO: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
     """dw times the slope of rounding at each element of a row of weights."""
     row = tl.program_id(0).to(tl.int64)
     w, dw, out = w + row * w_R, dw + row * K, out + row * K
-    encode, _, finite = _row_scale(w, K, 0.0, 0.0, TK, False, AIM, POWER_OF_TWO)
+    finite, encode, _ = _row_scale(w, K, 0.0, 0.0, TK, False, AIM, POWER_OF_TWO)
     for start in range(0, K, TK):
         k = start + tl.arange(0, TK)
-        t = tl.minimum(tl.abs(wide(tl.load(w + k, k < K, 0.0)) * encode), MAX)
-        e = tl.maximum(t.to(tl.int32, bitcast=True) & 0x7F800000, (EMIN + 127) << 23)
-        t = t * (0x7F000000 - e + (M << 23)).to(tl.float32, bitcast=True)  # in units of d, exact
+        t = tl.minimum(tl.abs(wide(tl.load(w + k, k < K, 0.0)) * encode), G[rounding.MAX])
+        e = tl.maximum(t.to(tl.int32, bitcast=True) & 0x7F800000, (G[rounding.EMIN] + 127) << 23)
+        t = t * (0x7F000000 - e + (G[rounding.M] << 23)).to(tl.float32, bitcast=True)  # in units of d, exact
         u = tl.abs((t - tl.floor(t)) * 2.0 - 1.0)
         slope = tl.math.div_rn(_power(u, 1 / ESTIMATOR_K - 1), tl.full(u.shape, ESTIMATOR_K, tl.float32))
         slope = tl.where(finite, tl.minimum(slope, CAP), float("nan"))
@@ -181,13 +176,9 @@ def slope_of_rows(
 
 
 def _row_options(x: Tensor, cast: Cast) -> dict[str, Any]:
-    element = facts(cast.element)
-    return {
-        "TK": min(COLUMNS, next_power_of_2(x.shape[1])),
-        "AIM": cast.aim,
-        "POWER_OF_TWO": cast.power_of_two,
-        **{key: element[key] for key in ("MAX", "EMIN", "M")},
-    }
+    columns = min(COLUMNS, next_power_of_2(x.shape[1]))
+    grid = rounding.grid_of(cast.element, cast.rounding)
+    return {"TK": columns, "AIM": cast.aim, "POWER_OF_TWO": cast.power_of_two, "G": grid}
 
 
 def launch_rows(
@@ -208,8 +199,7 @@ def launch_rows(
     low, high = (x, x) if limits is None else limits
     launch(
         cast_rows, (R,), x, low, high, out, out if rest is None else rest, scales, K, x.stride(0),
-        writes="out rest scales", CLAMPS=limits is not None, CUTS=cuts, ROUNDING=cast.rounding,
-        MINUS_ZERO=cast.element.has_negative_zero, **_row_options(x, cast),
+        writes="out rest scales", CLAMPS=limits is not None, CUTS=cuts, **_row_options(x, cast),
     )  # fmt: skip
     return out, scales, rest
 

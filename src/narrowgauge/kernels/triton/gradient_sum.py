@@ -16,10 +16,9 @@ from torch import Tensor
 
 from narrowgauge.formats import RandomStream
 from narrowgauge.kernels.triton import quantized_state as stored
+from narrowgauge.kernels.triton import rounding
 from narrowgauge.kernels.triton.arithmetic import magnitude, wide
 from narrowgauge.kernels.triton.launch import cdiv, launch, tl, triton
-from narrowgauge.kernels.triton.rounding import code_of, stream_tensors, to_grid, uniform
-from narrowgauge.kernels.triton.scales import FLOAT_MAX, INFINITE, fp32_scale
 from narrowgauge.quantization import GradientState
 
 BLOCK, TILES = 2048, 4
@@ -58,27 +57,21 @@ def add_sum(
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
     x = _sum(g, old_scale, dw, at, inside, IS_EMPTY, G)
-    bits = tl.load(found)
-    finite = bits < INFINITE
-    amax = tl.where(finite, bits, 0).to(tl.float32, bitcast=True)
-    encode, decode = fp32_scale(amax, G[stored.MAX], G[stored.POWER_OF_TWO])
+    finite, encode, decode = rounding.scale_under(tl.load(found), G[rounding.MAX], G[stored.POWER_OF_TWO])
     if PRESCALES:
         power = (tl.load(mu).to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-        encode = tl.minimum(encode * power, FLOAT_MAX)
-        decode = tl.math.div_rn(1.0, encode)
-        beyond = (tl.abs(x) * encode > G[stored.MAX]) & inside
+        encode = tl.minimum(encode * power, rounding.FLOAT_MAX)
+        decode = tl.where(finite, tl.math.div_rn(1.0, encode), float("nan"))
+        beyond = (tl.abs(x) * encode > G[rounding.MAX]) & inside
         tl.atomic_add(found + 2, tl.sum(beyond.to(tl.int32), 0), sem="relaxed")
     if tl.program_id(0) == 0:
-        tl.store(scale, tl.where(finite, decode, float("nan")))
+        tl.store(scale, decode)
     x = tl.where(finite, x, 0.0) * encode
     random = 0.0
-    if G[stored.ROUNDING] == "stochastic":
-        random = uniform(key, tl.load(offset) + at)
-    rounding: tl.constexpr = G[stored.ROUNDING]  # Triton 3.6 does not pass on a bare string
-    k, e, sign = to_grid(
-        x, random, G[stored.MAX], G[stored.EMIN], G[stored.M], rounding, G[stored.RANDOM_BITS]
-    )
-    tl.store(g + at, code_of(k, e, sign, G[stored.EMIN], G[stored.M], 8, False, True), inside)
+    if G[rounding.ROUNDING] == "stochastic":
+        random = rounding.uniform(key, tl.load(offset) + at)
+    k, e, sign = rounding.to_grid(x, random, G)
+    tl.store(g + at, rounding.code_of(k, e, sign, G), inside)
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -104,7 +97,7 @@ def launch_sum(gradient: GradientState, dw: Tensor, stream: RandomStream | None)
     mu = old_scale if prescale is None else prescale.tensors["mu"]
     launch(
         add_sum, (cdiv(n, BLOCK),),
-        codes, old_scale, scale, dw, found, mu, *stream_tensors(stream, found), n,
+        codes, old_scale, scale, dw, found, mu, *rounding.stream_tensors(stream, found), n,
         writes="scale" + " g" * is_empty, updates="found" + " g" * (not is_empty),
         **casts, PRESCALES=prescale is not None,
     )  # fmt: skip

@@ -25,6 +25,11 @@ def _angles(table_ptr, b, t, pair, inside, table_b, table_t, sines):
 
 
 @triton.jit
+def _turned(x1, x2, cos, sin):
+    return x1 * cos - x2 * sin, x2 * cos + x1 * sin
+
+
+@triton.jit
 def _with_bias(x, bias_at, inside, dtype: tl.constexpr):
     """x + bias, both in `dtype` and the sum rounded to it; as fp32."""
     bias = wide(narrow(wide(tl.load(bias_at, inside, 0)), dtype))
@@ -54,9 +59,8 @@ def split_forward(
         cos, sin = _angles(
             table_ptr, token // T, token % T, pair, inside & is_turned, table_b, table_t, sines
         )
-        y1 = tl.where(is_turned, x1 * cos - x2 * sin, x1)
-        x2 = tl.where(is_turned, x2 * cos + x1 * sin, x2)
-        x1 = y1
+        y1, y2 = _turned(x1, x2, cos, sin)
+        x1, x2 = tl.where(is_turned, y1, x1), tl.where(is_turned, y2, x2)
     tl.store(out_ptr + at, narrow(x1, dtype), inside)
     tl.store(out_ptr + at + half, narrow(x2, dtype), inside)
 
@@ -89,9 +93,8 @@ def split_backward(
     x2 = tl.where(is_q, q2, tl.where(is_k, k2, v2))
     if table_ptr is not None:
         cos, sin = _angles(table_ptr, b, t, pair, inside & is_turned, table_b, table_t, sines)
-        y1 = tl.where(is_turned, x1 * cos + x2 * sin, x1)
-        x2 = tl.where(is_turned, x2 * cos - x1 * sin, x2)
-        x1 = y1
+        y1, y2 = _turned(x1, x2, cos, -sin)
+        x1, x2 = tl.where(is_turned, y1, x1), tl.where(is_turned, y2, x2)
     dtype = dx_ptr.dtype.element_ty
     x1, x2 = narrow(x1, dtype), narrow(x2, dtype)
     heads = N + 2 * K
@@ -178,26 +181,9 @@ class SplitHeads(FirstOrderFunction):
 
 @triton.jit
 def rotary_pairs(
-    x_ptr,
-    table_ptr,
-    y_ptr,
-    rows,
-    N,
-    T,
-    half,
-    xb,
-    xn,
-    xt,
-    yb,
-    yn,
-    yt,
-    table_b,
-    table_t,
-    sines,
-    IS_BACK: tl.constexpr,
-    ROWS: tl.constexpr,
-    HALF: tl.constexpr,
-):
+    x_ptr, table_ptr, y_ptr, rows, N, T, half, xb, xn, xt, yb, yn, yt, table_b, table_t, sines,
+    IS_BACK: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
     """Rotate [B, N, T, H] by its angles, or back.
 
     Neighboring heads share their token's angles, which come from the cache. `xb` and so on are strides; the
@@ -207,18 +193,12 @@ def rotary_pairs(
     b, t, n = row // N // T, row // N % T, row % N
     pair = tl.arange(0, HALF)[None, :]
     inside = (row < rows)[:, None] & (pair < half)
-    from_x = x_ptr + (b * xb + t * xt + n * xn)[:, None] + pair
-    from_table = table_ptr + (b * table_b + t * table_t)[:, None] + pair
+    x1, x2 = _load_halves(x_ptr, b, n, t, pair, half, xb, xn, xt, inside)
+    cos, sin = _angles(table_ptr, b, t, pair, inside, table_b, table_t, sines)
+    y1, y2 = _turned(x1, x2, cos, -sin if IS_BACK else sin)
     to_y = y_ptr + (b * yb + t * yt + n * yn)[:, None] + pair
-    x1 = wide(tl.load(from_x, inside, 0))
-    x2 = wide(tl.load(from_x + half, inside, 0))
-    cos = tl.load(from_table, inside, 0)
-    sin = tl.load(from_table + sines, inside, 0)
-    if IS_BACK:
-        sin = -sin
-    dtype = y_ptr.dtype.element_ty
-    tl.store(to_y, narrow(x1 * cos - x2 * sin, dtype), inside)
-    tl.store(to_y + half, narrow(x2 * cos + x1 * sin, dtype), inside)
+    tl.store(to_y, narrow(y1, y_ptr.dtype.element_ty), inside)
+    tl.store(to_y + half, narrow(y2, y_ptr.dtype.element_ty), inside)
 
 
 def rotated(x_BNTH: Tensor, table: Tensor, is_back: bool) -> Tensor:

@@ -25,19 +25,9 @@ PROGRAMS = 512
 
 @triton.jit
 def norm_forward(
-    x_ptr,
-    delta_ptr,
-    weight_ptr,
-    bias_ptr,
-    stream_ptr,
-    y_ptr,
-    mean_ptr,
-    scale_ptr,
-    amax_ptr,
-    eps,
-    D: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    x_ptr, delta_ptr, weight_ptr, bias_ptr, stream_ptr, y_ptr, mean_ptr, scale_ptr, amax_ptr, eps,
+    D: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """One row: x + delta and its norm. Without `mean_ptr` it is RMSNorm."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
@@ -65,23 +55,9 @@ def norm_forward(
 
 @triton.jit
 def norm_backward(
-    dy_ptr,
-    dstream_ptr,
-    stream_ptr,
-    delta_ptr,
-    weight_ptr,
-    mean_ptr,
-    scale_ptr,
-    dx_ptr,
-    ddelta_ptr,
-    dweight_ptr,
-    dbias_ptr,
-    amax_ptr,
-    rows,
-    rows_per_program,
-    D: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    dy_ptr, dstream_ptr, stream_ptr, delta_ptr, weight_ptr, mean_ptr, scale_ptr, dx_ptr, ddelta_ptr,
+    dweight_ptr, dbias_ptr, amax_ptr, rows, rows_per_program, D: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Some rows in turn: the gradients of x and delta, and partial sums for weight and bias.
 
     With `delta_ptr` the stream is recomputed as the fp32 sum of the two. Without `ddelta_ptr` the gradient of

@@ -17,74 +17,42 @@ SIDE = 64
 
 @triton.jit
 def scale_and_round(
-    product_ptr, scale_ptr, other_ptr, out_ptr, count, HAS_OTHER: tl.constexpr, BLOCK: tl.constexpr
-):
-    """product * (scale * other)."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < count
-    scale = tl.load(scale_ptr)
-    if HAS_OTHER:
-        scale = scale * tl.load(other_ptr)
-    scaled = tl.load(product_ptr + at, inside, 0) * scale
-    tl.store(out_ptr + at, narrow(scaled, out_ptr.dtype.element_ty), inside)
-
-
-def launch_scaled(product: Tensor, scale: Tensor, dtype: torch.dtype, other: Tensor | None = None) -> Tensor:
-    """product * (scale * other) in `dtype`, in the shape of `product`, which is contiguous."""
-    out = torch.empty_like(product, dtype=dtype)
-    launch(
-        scale_and_round,
-        (cdiv(product.numel(), TILE),),
-        product,
-        scale,
-        scale if other is None else other,
-        out,
-        product.numel(),
-        writes="out_ptr",
-        HAS_OTHER=other is not None,
-        BLOCK=TILE,
-    )
-    return out
-
-
-@triton.jit
-def scale_rows_and_round(
-    product_ptr, rest_ptr, row_ptr, column_ptr, out_ptr, N, row_stride, column_stride,
-    HAS_REST: tl.constexpr, BLOCK: tl.constexpr,
+    product_ptr, row_ptr, other_ptr, rest_ptr, column_ptr, out_ptr, N, row_stride, column_stride,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """(product * row + rest) * column."""
-    row = tl.program_id(0).to(tl.int64)
-    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    """(product * (row * other) + rest) * column, for rows of N elements."""
+    program, across = tl.program_id(0).to(tl.int64), tl.cdiv(N, BLOCK)
+    row, n = program // across, program % across * BLOCK + tl.arange(0, BLOCK)
     at, inside = row * N + n, n < N
-    value = tl.load(product_ptr + at, inside, 0) * tl.load(row_ptr + row * row_stride)
-    if HAS_REST:
+    scale = tl.load(row_ptr + row * row_stride)
+    if other_ptr is not None:
+        scale = scale * tl.load(other_ptr)
+    value = tl.load(product_ptr + at, inside, 0) * scale
+    if rest_ptr is not None:
         value += tl.load(rest_ptr + at, inside, 0)
-    value = value * tl.load(column_ptr + n * column_stride, inside, 0)
+    if column_ptr is not None:
+        value = value * tl.load(column_ptr + n * column_stride, inside, 0)
     tl.store(out_ptr + at, narrow(value, out_ptr.dtype.element_ty), inside)
 
 
-def launch_scaled_rows(
-    product: Tensor, rest: Tensor | None, rows: Tensor, columns: Tensor, dtype: torch.dtype
+def launch_scaled(
+    product: Tensor,
+    rows: Tensor,
+    dtype: torch.dtype,
+    other: Tensor | None,
+    rest: Tensor | None,
+    columns: Tensor | None,
 ) -> Tensor:
-    """(product * rows + rest) * columns in `dtype`; both are contiguous (M, N), scales 1-dim or 0-dim."""
+    """`scaled_and_rounded` of contiguous tensors."""
     out = torch.empty_like(product, dtype=dtype)
-    M, N = product.shape
-    block = min(TILE // 2, next_power_of_2(N))
+    N = product.numel() if rows.ndim == 0 and columns is None else product.shape[-1]
+    block = min(TILE, next_power_of_2(N))
+    row_stride, column_stride = (x.stride(0) if x is not None and x.ndim else 0 for x in (rows, columns))
     launch(
-        scale_rows_and_round,
-        (M, cdiv(N, block)),
-        product,
-        product if rest is None else rest,
-        rows,
-        columns,
-        out,
-        N,
-        rows.stride(0) if rows.ndim else 0,
-        columns.stride(0) if columns.ndim else 0,
-        writes="out_ptr",
-        HAS_REST=rest is not None,
-        BLOCK=block,
-    )
+        scale_and_round, (product.numel() // N * cdiv(N, block),),
+        product, rows, other, rest, columns, out, N, row_stride, column_stride,
+        writes="out_ptr", BLOCK=block,
+    )  # fmt: skip
     return out
 
 
@@ -103,14 +71,5 @@ def launch_transposed(x_RC: Tensor) -> Tensor:
     rows, columns = x_RC.shape
     out_CR = x_RC.new_empty(columns, rows)
     tiles = cdiv(rows, SIDE) * cdiv(columns, SIDE)
-    launch(
-        transpose,
-        (tiles,),
-        x_RC,
-        out_CR,
-        rows,
-        columns,
-        writes="out_ptr",
-        SIDE=SIDE,
-    )
+    launch(transpose, (tiles,), x_RC, out_CR, rows, columns, writes="out_ptr", SIDE=SIDE)
     return out_CR

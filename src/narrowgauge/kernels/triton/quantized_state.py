@@ -1,30 +1,28 @@
 """State tensors (`quantization.state.quantized_state`), read and written by kernels element by element.
 
-The layout of a tensor is a tuple of constants, its CAST (`cast_constants`). Reading is exact; writing rounds
-once, and computes the tensor's scale, if it has one, from the amax that another launch has found.
+The layout of a tensor is a tuple of constants, its CAST (`cast_constants`), which begins with a grid. Reading
+is exact; writing rounds once, and computes the tensor's scale, if it has one, from the amax that another
+launch has found.
 """
 
 from typing import Any
 
-from narrowgauge.kernels.triton.arithmetic import narrow, wide
+from narrowgauge.kernels.triton import rounding
+from narrowgauge.kernels.triton.arithmetic import INFINITE, narrow, wide
 from narrowgauge.kernels.triton.launch import tl, triton
-from narrowgauge.kernels.triton.rounding import code_of, to_grid, uniform_of, value_of
-from narrowgauge.kernels.triton.scales import INFINITE, fp32_scale
 from narrowgauge.quantization import Cast
 
-# The positions in a CAST.
-HOW, MAX, EMIN, M, ROUNDING, RANDOM_BITS, POWER_OF_TWO = (tl.constexpr(i) for i in range(7))
-NOTHING = ("nothing", 0.0, 0, 0, "", 0, False)
+HOW, POWER_OF_TWO = tl.constexpr(8), tl.constexpr(9)  # the positions in a CAST behind those of its grid
+NOTHING = (0.0, 0, 0, 0, False, False, "", 0, "nothing", False)
 
 
 def cast_constants(cast: Cast) -> tuple[Any, ...]:
-    """A cast as constants for a kernel; the first names the layout.
+    """A cast as constants for a kernel: its grid, and HOW a tensor lies in memory.
 
     "plain" is a torch dtype; "scaled" fp16 under one scale; "codes" one-byte codes under one scale.
     """
     how = "plain" if not cast.is_scaled else "codes" if cast.element.bits == 8 else "scaled"
-    e, rounding = cast.element, (cast.rounding, cast.random_bits, cast.power_of_two)
-    return how, e.max, e.emin, e.mantissa_bits, *rounding
+    return *rounding.grid_of(cast.element, cast.rounding, cast.random_bits), how, cast.power_of_two
 
 
 @triton.jit
@@ -33,8 +31,8 @@ def value(stored, scale, CAST: tl.constexpr):
     if CAST[HOW] == "codes":
         # The bits of an fp32 whose exponent is too low by a constant; finite, as all stored codes are.
         code = stored.to(tl.int32)
-        bits = ((code & 127) << (23 - CAST[M])) | ((code & 128) << 24)
-        x = bits.to(tl.float32, bitcast=True) * 2.0 ** (126 + CAST[EMIN]) * scale
+        bits = ((code & 127) << (23 - CAST[rounding.M])) | ((code & 128) << 24)
+        x = bits.to(tl.float32, bitcast=True) * 2.0 ** (126 + CAST[rounding.EMIN]) * scale
     elif CAST[HOW] == "scaled":
         x = wide(stored) * scale
     else:
@@ -66,28 +64,23 @@ def rounded(x, amax, key_0, key_1, at, DTYPE: tl.constexpr, CAST: tl.constexpr):
     """(what is stored of float32 values, its scale), from the bits of their amax."""
     scale = 1.0
     if CAST[HOW] == "plain":
-        if CAST[ROUNDING] == "stochastic":
-            x = _random_bf16(x, uniform_of(key_0, key_1, at))
+        if CAST[rounding.ROUNDING] == "stochastic":
+            x = _random_bf16(x, rounding.uniform_of(key_0, key_1, at))
         x = narrow(x, DTYPE)
     else:
-        finite = amax < INFINITE
-        encode, scale = fp32_scale(
-            tl.where(finite, amax, 0).to(tl.float32, bitcast=True), CAST[MAX], CAST[POWER_OF_TWO]
-        )
-        scale = tl.where(finite, scale, float("nan"))
+        finite, encode, scale = rounding.scale_under(amax, CAST[rounding.MAX], CAST[POWER_OF_TWO])
         x = tl.where(finite, x, 0.0) * encode
-        if CAST[HOW] == "scaled" and CAST[ROUNDING] == "nearest-even":
-            x = narrow(tl.minimum(tl.maximum(x, -CAST[MAX]), CAST[MAX]), DTYPE)
+        if CAST[HOW] == "scaled" and CAST[rounding.ROUNDING] == "nearest-even":
+            x = narrow(tl.minimum(tl.maximum(x, -CAST[rounding.MAX]), CAST[rounding.MAX]), DTYPE)
         else:
             random = 0.0
-            if CAST[ROUNDING] == "stochastic":
-                random = uniform_of(key_0, key_1, at)
-            rounding: tl.constexpr = CAST[ROUNDING]  # Triton 3.6 does not pass on a bare string
-            k, e, sign = to_grid(x, random, CAST[MAX], CAST[EMIN], CAST[M], rounding, CAST[RANDOM_BITS])
+            if CAST[rounding.ROUNDING] == "stochastic":
+                random = rounding.uniform_of(key_0, key_1, at)
+            k, e, sign = rounding.to_grid(x, random, CAST)
             if CAST[HOW] == "scaled":
-                x = narrow(value_of(k, e, sign, CAST[M], True), DTYPE)
+                x = narrow(rounding.value_of(k, e, sign, CAST), DTYPE)
             else:
-                x = code_of(k, e, sign, CAST[EMIN], CAST[M], 8, False, True)
+                x = rounding.code_of(k, e, sign, CAST)
     return x, scale
 
 

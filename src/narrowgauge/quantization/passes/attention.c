@@ -1,4 +1,4 @@
-/* Causal attention of bf16 values on a CPU, forward and backward (kernels/attention/in_order.py calls it).
+/* Causal attention of bf16 values on a CPU, forward and backward (kernels/attention_in_order.py calls it).
 
     z_ts = scale (q_t . k_s), s <= t     p_ts = exp(z_ts - m_t) / l_t     y_t = sum_s bf16(p_ts) v_s
     dp_ts = do_t . v_s     ds_ts = bf16(p_ts (dp_ts - do_t . y_t))

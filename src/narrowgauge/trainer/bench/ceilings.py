@@ -16,7 +16,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from narrowgauge.kernels import quantize
-from narrowgauge.kernels.attention.in_order import attend_in_order, has_c, supports
+from narrowgauge.kernels.attention_in_order import attend_in_order, has_c, supports
 from narrowgauge.nn import DTYPES
 from narrowgauge.nn.gemm import arguments, quantized_operand
 from narrowgauge.nn.self_test import verified_backend

@@ -16,7 +16,7 @@ threads affects the last digits of a loss. That is why a configuration may pin i
 are fast: a CPU with AVX512-BF16 and no AMX multiplied in bf16 at 0.087 TFLOP/s where fp32 reached 0.167
 (experiments/LOG.md). Either way values are bf16 and sums are kept in fp32; only the order of the sums
 differs, and so may the last digit of a loss. The same holds for attention. That of bf16 values is torch's, or
-"in-order", which has the same digits on every CPU (`kernels.attention.in_order`); that of fp16 values is
+"in-order", which has the same digits on every CPU (`kernels.attention_in_order`); that of fp16 values is
 torch's, or in "fp32", which took an AMD EPYC a fifth to a seventh of the time. That is why a resumed run
 keeps its choices on any CPU, and why all ranks share them.
 
@@ -42,7 +42,7 @@ import torch
 
 from narrowgauge.kernels import choose_attention, choose_products
 from narrowgauge.kernels.attention import attend
-from narrowgauge.kernels.attention.in_order import LANES, has_c
+from narrowgauge.kernels.attention_in_order import LANES, has_c
 from narrowgauge.system.errors import UserError
 from narrowgauge.system.files import cache_entry, write_cached
 from narrowgauge.system.operating_system import cores_of_others

@@ -59,7 +59,7 @@ def supports(q_BNTH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask: Tensor | None
 
 
 def attend_in_order(q_BNTH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor) -> Tensor:
-    """Causal attention -> [B, N, T, H], a view of [B, T, N, H]; see `takes`."""
+    """Causal attention -> [B, N, T, H], a view of [B, T, N, H]; see `supports`."""
     y_BTNH, _ = _Attention.apply(q_BNTH, k_BKSH, v_BKSH)
     y_BNTH: Tensor = y_BTNH.transpose(1, 2)
     return y_BNTH
@@ -112,16 +112,8 @@ _forward_operator = torch.library.custom_op("narrowgauge::attention", forward, m
 _backward_operator = torch.library.custom_op("narrowgauge::attention_backward", backward, mutates_args=())
 
 
-@_forward_operator.register_fake
-def _(q_BNTH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor) -> tuple[Tensor, Tensor]:
-    return _results(q_BNTH)
-
-
-@_backward_operator.register_fake
-def _(
-    q_BNTH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, y_BTNH: Tensor, stats_BNT2: Tensor, grad_BTNH: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _heads_last(q_BNTH), _heads_last(k_BKSH), _heads_last(v_BKSH)
+_forward_operator.register_fake(lambda q_BNTH, *_: _results(q_BNTH))
+_backward_operator.register_fake(lambda *heads: tuple(map(_heads_last, heads[:3])))
 
 
 def _results(q_BNTH: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.kernels.attention.in_order import attend_in_order, supports
+from narrowgauge.kernels.attention_in_order import attend_in_order, supports
 from narrowgauge.kernels.dispatch import attention_backends, chosen_attention, is_slow
 from narrowgauge.kernels.dropout import Dropout
 from narrowgauge.system.devices import GpuWork, is_shape_only, tell
@@ -45,7 +45,7 @@ def attend(q_BNTH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask: Tensor | None =
     mask, and torch would fall back to an implementation that holds all T x T scores, so there the heads are
     repeated.
 
-    A CPU computes causal attention of bf16 values as `in_order` does if the run has chosen it. It computes
+    A CPU computes causal attention of bf16 values by `attend_in_order` if the run has chosen it. It computes
     attention in fp32 where a run has chosen that, and of bf16 values where it lacks bf16 matmuls. That takes
     a quarter of the time or less, and keeps operands that are twice as wide.
     """
