@@ -35,7 +35,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.profiler import ProfilerActivity, profile
 
 from narrowgauge.distributed import Mesh, ParallelDims
-from narrowgauge.distributed.comm.byte_counter import CommCounter
+from narrowgauge.distributed.byte_counter import CommCounter
 from narrowgauge.optim import parameter_groups
 from narrowgauge.trainer.checkpoint import AsyncSaver
 from narrowgauge.trainer.data import Batch

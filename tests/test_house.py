@@ -35,8 +35,8 @@ ENTRIES: dict[str, tuple[str, ...]] = {
     "guard": ("raises", "broken_place", "guard"),
     "data": ("sources", "tokenization", "token_files", "corpus", "preparation", "loading"),
     "distributed": (
-        *("launch", "process_group", "mesh", "fsdp", "comm"),
-        *("data_parallel", "pipeline_stage", "parallel"),
+        *("launch", "process_group", "mesh", "quantized_reduce", "fsdp"),
+        *("data_parallel", "pipeline", "parallel"),
     ),
     "checkpoint": ("store", "interop"),
     "training": ("outline", "plan", "config", "step"),

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from narrowgauge.trainer.cli.main import main
-from narrowgauge.trainer.distributed.process_group.failure import keep
+from narrowgauge.trainer.distributed.process_group.store import keep
 from narrowgauge.trainer.runs.monitor.progress import Display
 from support.fault_table import case
 

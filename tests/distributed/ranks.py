@@ -14,11 +14,8 @@ def on_ranks(world: int = 0) -> Callable[[Callable[..., None]], Callable[..., No
 
     def decorate(job: Callable[..., None]) -> Callable[..., None]:
         def test(ranks: Callable[..., list[Any]], **values: Any) -> None:
-            ranks(
-                world or values.pop("world"),
-                f"{Path(job.__code__.co_filename).stem}.{job.__name__}",
-                **values,
-            )
+            file = Path(job.__code__.co_filename).stem
+            ranks(world or values.pop("world"), f"{file}.{job.__name__}", **values)
 
         names = ["ranks", *["world"] * (not world), *inspect.signature(job).parameters]
         kind = inspect.Parameter.KEYWORD_ONLY

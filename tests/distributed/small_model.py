@@ -8,8 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import narrowgauge as ng
-from narrowgauge.distributed.comm.grad_hooks import quantize_fsdp_reduce
-from narrowgauge.distributed.fsdp import quantized_fsdp
+from narrowgauge.distributed.fsdp import quantize_fsdp_reduce, quantized_fsdp
 from narrowgauge.nn.linear import Linear
 
 D = 16

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from distributed.ranks import on_ranks
-from narrowgauge.distributed.comm.byte_counter import CommCounter
+from narrowgauge.distributed.byte_counter import CommCounter
 from narrowgauge.kernels.cast import amaxes_of
 from narrowgauge.system.collectives import (
     all_reduce_flat,

@@ -8,7 +8,7 @@ import pytest
 from narrowgauge.system.errors import UserError
 from narrowgauge.trainer.checkpoint import steps
 from narrowgauge.trainer.distributed import World
-from narrowgauge.trainer.distributed.process_group.rendezvous import open_store, register
+from narrowgauge.trainer.distributed.process_group.store import open_store, register
 from support.fault_jobs import free_port
 
 LONG = {"training.steps": 2000, "checkpoint.every": 10_000}

@@ -273,10 +273,7 @@ EVERY = covering({name: properties_of(name) for name in recipe_names()}, AXES)
 LARGE = {"model.dim": 256, "model.ffn_dim": 256, "data.sequence_length": 256, "optimizer.lr": 1e-6}
 #: Pairs that are not within the bounds, for causes that are not known.
 DIFFERS = {
-    (
-        "fp4",
-        "pp 2 x tp 2",
-    ): "0.3 % of the operands of down are apart by a last float32 bit, near 1e-9",
+    ("fp4", "pp 2 x tp 2"): "0.3 % of the operands of down are apart by a last float32 bit, near 1e-9",
     ("fp16", "pp 2 x fsdp 2"): "weights have moved by 2e-3 of their way elsewhere",
 }
 MARKS = {pair: pytest.mark.xfail(reason=why) for pair, why in DIFFERS.items()}

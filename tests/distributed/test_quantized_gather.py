@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 import narrowgauge as ng
 from distributed.ranks import on_ranks
 from distributed.small_model import D, batch, cut, equal, model, rows_of
-from narrowgauge.distributed.comm.byte_counter import CommCounter
+from narrowgauge.distributed.byte_counter import CommCounter
 from narrowgauge.distributed.fsdp import renew_gather_scales
 from narrowgauge.nn import set_step
 from narrowgauge.quantization import gradient_of, state_of

@@ -12,16 +12,17 @@ from torch.nn.parallel import DistributedDataParallel
 import narrowgauge as ng
 from distributed.ranks import on_ranks
 from distributed.small_model import D, batch, cut, equal, everyone, model, rows_of
-from narrowgauge.distributed.comm.byte_counter import CommCounter
-from narrowgauge.distributed.comm.grad_hooks import (
+from narrowgauge.distributed.byte_counter import CommCounter
+from narrowgauge.distributed.fsdp import quantize_fsdp_reduce
+from narrowgauge.distributed.quantized_reduce import (
+    WireFormat,
+    all_reduce,
     all_reduce_gradient_states,
-    quantize_fsdp_reduce,
     quantized_comm_hook,
+    reduce_scatter,
+    ring_sum,
     wire_formats,
 )
-from narrowgauge.distributed.comm.quantized_reduce import all_reduce, reduce_scatter
-from narrowgauge.distributed.comm.ring_reduce import ring_sum
-from narrowgauge.distributed.comm.shared_scales import WireFormat
 from narrowgauge.formats import decode, encode, round_to
 from narrowgauge.formats import format as format_named
 from narrowgauge.quantization import GradientState, PreScale, QuantContext, make_cast, quantize_in_context

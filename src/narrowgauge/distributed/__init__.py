@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from narrowgauge.system.lazy import import_on_use
 
 if TYPE_CHECKING:
-    from narrowgauge.distributed.comm.byte_counter import CommCounter as CommCounter
+    from narrowgauge.distributed.byte_counter import CommCounter as CommCounter
     from narrowgauge.distributed.data_parallel import fully_shard as fully_shard
     from narrowgauge.distributed.data_parallel import prepare_ddp as prepare_ddp
     from narrowgauge.distributed.dims import ParallelDims as ParallelDims

@@ -25,12 +25,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from narrowgauge.distributed.comm.grad_hooks import (
-    all_reduce_gradient_states,
-    quantize_fsdp_reduce,
-    wire_formats,
-)
-from narrowgauge.distributed.fsdp import FP32, note_shards, quantized_fsdp
+from narrowgauge.distributed.fsdp import FP32, note_shards, quantize_fsdp_reduce, quantized_fsdp
+from narrowgauge.distributed.quantized_reduce import all_reduce_gradient_states, wire_formats
 from narrowgauge.nn.histories import ChannelChoice, History, reduce_histories
 from narrowgauge.nn.linear import Linear
 from narrowgauge.nn.step_state import Stepped
@@ -63,8 +59,12 @@ def prepare_ddp(module: torch.nn.Module) -> torch.nn.Module:
             "DistributedDataParallel needs a trainable parameter whose gradient is fp32, and this module has "
             "only weights in narrow formats: keep a layer wide (`convert(..., keep=[...])`), or add a bias"
         )
-    ignore_in_ddp(module, [*narrow, *_buffers_of_layers(module)])
-    if narrow or any(isinstance(m, History) or _is_random(m) for m in module.modules()):
+    # Buffers of layers belong to a process's own samples and passes, and DDP would overwrite them.
+    buffers = (f"{n}.{b}".lstrip(".") for n, layer in _layers(module) for b, _ in layer.named_buffers())
+    ignore_in_ddp(module, [*narrow, *buffers])
+    stepped = (m for m in module.modules() if isinstance(m, Stepped))
+    has_histories = any(isinstance(m, History) for m in module.modules())
+    if narrow or has_histories or any(m.is_random for m in stepped):
         reduction = _Reduction()
         module.register_forward_pre_hook(reduction.before_forward)
         module.register_forward_hook(reduction.after_forward)
@@ -200,10 +200,6 @@ def _layers(module: torch.nn.Module) -> Iterator[tuple[str, Linear]]:
     return ((name, m) for name, m in module.named_modules() if isinstance(m, Linear))
 
 
-def _is_random(module: torch.nn.Module) -> bool:
-    return isinstance(module, Stepped) and module.is_random
-
-
 def _use_process(module: torch.nn.Module, process: int) -> None:
     """Let every layer draw this process's random bits until a loop specifies the samples of a pass."""
     for layer in module.modules():
@@ -217,11 +213,6 @@ def _rank_in_mesh(mesh: DeviceMesh | None) -> int:
         return rank_in(torch.distributed.group.WORLD)
     ranks: list[int] = mesh.mesh.flatten().tolist()
     return ranks.index(mesh.get_rank())
-
-
-def _buffers_of_layers(module: torch.nn.Module) -> list[str]:
-    """The names of buffers of a process's own samples and passes, which DDP would overwrite."""
-    return [f"{name}.{b}".lstrip(".") for name, layer in _layers(module) for b, _ in layer.named_buffers()]
 
 
 def _require_prepared(module: torch.nn.Module, ddp: DistributedDataParallel) -> None:

@@ -8,17 +8,22 @@
 
 FSDP shards the weight. The low-precision weight, its master and its gradient are sharded here in the same
 way, with scales that all ranks share (`quantization.sharding`), and the bytes of the low-precision weight are
-sent. FSDP sums gradients over the ranks in float32; after each such sum they are added to the low-precision
-gradients. One collective computes the scales of all gradients of a module.
+sent. FSDP sums gradients over the ranks in float32, or in the formats of the recipes
+(`quantize_fsdp_reduce`); after each such sum they are added to the low-precision gradients. One collective
+computes the scales of all gradients of a module.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
+from narrowgauge.distributed.quantized_reduce import WireFormats, reduce_scatter, wire_formats
 from narrowgauge.formats import RandomStream
 from narrowgauge.nn.linear import Linear
 from narrowgauge.nn.weight import WeightGather, make_weight_state, sync_scales
@@ -35,6 +40,8 @@ from narrowgauge.quantization import (
 )
 from narrowgauge.quantization.state.gradient_state import add_all
 from narrowgauge.quantization.state.narrow_tensor import make_plain
+from narrowgauge.system.collectives import Group
+from narrowgauge.system.errors import UserError
 from narrowgauge.system.torch_compat import local_tensor
 
 FP32 = make_cast("fp32")
@@ -195,3 +202,69 @@ def collect_grads(parameters: Mapping[Linear, torch.Tensor]) -> None:
         gradients.append(state.gradient)
         parameter.grad = None
     add_all(gradients, tensors, streams)
+
+
+def quantize_fsdp_reduce(model: torch.nn.Module) -> None:
+    """Make every sharded module of a model reduce its gradients in the formats of its layers' recipes."""
+    wires = wire_formats(model)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            parameters = _unit_parameters(module)
+            if any(wires[p].is_narrow for p in parameters):
+                comm: Any = QuantizedReduceScatter(parameters, wires)  # the type in torch is not public
+                module.set_custom_reduce_scatter(comm)
+
+
+class QuantizedReduceScatter:
+    """FSDP's reduce-scatter for one sharded module, with each parameter in its wire format.
+
+    FSDP passes a flat float32 buffer (ranks, shard). Row r concatenates rank r's shards of all parameters;
+    the first dimension of each parameter is padded to a multiple of the number of ranks.
+    """
+
+    def __init__(self, parameters: Sequence[DTensor], wires: WireFormats) -> None:
+        """Take the parameters that one FSDP module shards, in its order."""
+        self.wires = [wires[p] for p in parameters if p.requires_grad]
+        self.shapes = [p.shape for p in parameters if p.requires_grad]
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Allocate a buffer."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: Group,
+        op: Any = dist.ReduceOp.SUM,
+        async_op: bool = False,
+    ) -> None:
+        """Reduce `input_tensor` (ranks * shard) to `output_tensor` (shard)."""
+        ranks = group.size()
+        widths = [-(-shape[0] // ranks) * shape[1:].numel() for shape in self.shapes]
+        if ranks * sum(widths) != input_tensor.numel():
+            raise UserError(
+                f"gradients of {input_tensor.numel()} elements came to a reduction of {ranks * sum(widths)}: "
+                "some parameter of the module took no part in the loss; freeze it (requires_grad = False), "
+                "or set --recipe.reduce fp32"
+            )
+        assert not async_op
+        assert op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG), op
+        total = reduce_scatter(input_tensor.view(ranks, -1).float(), widths, self.wires, group)
+        output_tensor.copy_(total / ranks if op == dist.ReduceOp.AVG else total)
+
+
+def _unit_parameters(module: torch.nn.Module) -> list[DTensor]:
+    """The parameters that one FSDP module shards, in its order: children first, no nested modules."""
+    parameters: dict[DTensor, None] = {}
+
+    def walk(submodule: torch.nn.Module) -> None:
+        for child in submodule.children():
+            if not isinstance(child, FSDPModule):
+                walk(child)
+        for p in submodule.parameters(recurse=False):
+            if isinstance(p, DTensor):
+                parameters[p] = None
+
+    walk(module)
+    return list(parameters)

@@ -13,24 +13,18 @@ if TYPE_CHECKING:
     from narrowgauge.trainer.distributed.launch.world import World as World
     from narrowgauge.trainer.distributed.launch.world import reports_for_all as reports_for_all
     from narrowgauge.trainer.distributed.launch.world import world_from as world_from
-    from narrowgauge.trainer.distributed.parallel.check_blocks import check_blocks as check_blocks
+    from narrowgauge.trainer.distributed.parallel.check_degrees import check_degrees as check_degrees
     from narrowgauge.trainer.distributed.parallel.engine import Engine as Engine
-    from narrowgauge.trainer.distributed.parallel.expert_parallel import (
-        check_expert_parallel as check_expert_parallel,
-    )
     from narrowgauge.trainer.distributed.parallel.parallelize import ModelSpec as ModelSpec
     from narrowgauge.trainer.distributed.parallel.parallelize import parallelize as parallelize
-    from narrowgauge.trainer.distributed.parallel.tensor_parallel import (
-        check_tensor_parallel as check_tensor_parallel,
-    )
-    from narrowgauge.trainer.distributed.pipeline_stage import MicroBatch as MicroBatch
+    from narrowgauge.trainer.distributed.pipeline import MicroBatch as MicroBatch
     from narrowgauge.trainer.distributed.process_group.coordinator import START as START
     from narrowgauge.trainer.distributed.process_group.coordinator import Coordinator as Coordinator
     from narrowgauge.trainer.distributed.process_group.coordinator import (
         init_process_group as init_process_group,
     )
-    from narrowgauge.trainer.distributed.process_group.failure import StoppedByPeer as StoppedByPeer
-    from narrowgauge.trainer.distributed.process_group.rendezvous import NEVER as NEVER
-    from narrowgauge.trainer.distributed.process_group.rendezvous import RENDEZVOUS as RENDEZVOUS
+    from narrowgauge.trainer.distributed.process_group.store import NEVER as NEVER
+    from narrowgauge.trainer.distributed.process_group.store import RENDEZVOUS as RENDEZVOUS
+    from narrowgauge.trainer.distributed.process_group.store import StoppedByPeer as StoppedByPeer
 else:
     __all__, __getattr__, __dir__ = import_on_use(__name__)

@@ -28,7 +28,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile
 
 from narrowgauge.distributed import Mesh
-from narrowgauge.distributed.comm.byte_counter import CommCounter
+from narrowgauge.distributed.byte_counter import CommCounter
 from narrowgauge.system.errors import Failed
 from narrowgauge.system.processes import depend_on_parent
 from narrowgauge.trainer.data import Batch, Dataset, open_data

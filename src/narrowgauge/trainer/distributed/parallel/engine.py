@@ -15,10 +15,10 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from narrowgauge.distributed.comm.grad_hooks import all_reduce_gradient_states, wire_formats
 from narrowgauge.distributed.dims import ParallelDims
 from narrowgauge.distributed.fsdp import renew_gather_scales
 from narrowgauge.distributed.mesh import Mesh
+from narrowgauge.distributed.quantized_reduce import all_reduce_gradient_states, wire_formats
 from narrowgauge.kernels.amax import begin_amaxes
 from narrowgauge.nn.histories import reduce_histories
 from narrowgauge.nn.linear import accumulating
@@ -29,8 +29,7 @@ from narrowgauge.system.torch_compat import overflow_flags
 from narrowgauge.trainer.data import Batch
 from narrowgauge.trainer.distributed.parallel.expert_parallel import local_experts
 from narrowgauge.trainer.distributed.parallel.micro_batch_graph import CudaGraphs, MicroBatchGraphs
-from narrowgauge.trainer.distributed.parallel.pipeline_schedule import Pipeline
-from narrowgauge.trainer.distributed.pipeline_stage import MicroBatch, StageInput
+from narrowgauge.trainer.distributed.pipeline import MicroBatch, Pipeline, StageInput
 from narrowgauge.trainer.models import Transformer, objective_of
 
 T = TypeVar("T")
@@ -91,7 +90,7 @@ class Engine:
             self.graphs.release()
         total = torch.zeros(self.model.loss_shape, dtype=torch.float32, device=self.device)
         if self.pipeline is not None:
-            return self.pipeline.run(StageInput(micro_batches, begin, scale, total), with_backward=True)
+            return self.pipeline.run(StageInput(micro_batches, total, begin, scale), with_backward=True)
         with self._same_weights(len(micro_batches)):
             for i, (_, batch, weight) in enumerate(micro_batches):
                 begin(i)
@@ -125,10 +124,8 @@ class Engine:
         if self.graphs is not None:
             self.graphs.release()
         if self.pipeline is not None:
-            micro_batches = [MicroBatch(0, batch, 1.0)]
             zero = torch.zeros((), dtype=torch.float32, device=self.device)
-            stage_input = StageInput(micro_batches, lambda i: None, lambda loss: loss, zero)
-            loss = self.pipeline.run(stage_input, with_backward=False)
+            loss = self.pipeline.run(StageInput([MicroBatch(0, batch, 1.0)], zero), with_backward=False)
         else:
             loss = self._loss(batch)
         modules: list[object] = [*self.modules, *self.model.modules()]

@@ -23,39 +23,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from narrowgauge.distributed.dims import ParallelDims
 from narrowgauge.distributed.mesh import Mesh
 from narrowgauge.nn import Linear, PooledSequences
 from narrowgauge.system.collectives import comm_tag
-from narrowgauge.system.errors import UserError
-from narrowgauge.trainer.distributed.parallel.sequence_parallel import exchange
-from narrowgauge.trainer.models import Expert, ModelConfig, Transformer, experts_of
-
-
-def check_expert_parallel(model: ModelConfig, parallel_dims: ParallelDims) -> None:
-    """Refuse a number of processes over which the experts of a layer cannot be divided.
-
-    The `UserError` names the setting: the model has no experts, or their number, or the number of processes
-    that shard the other weights, is not divisible.
-    """
-    n, shard = parallel_dims.expert, parallel_dims.shard
-    if n == 1:
-        return
-    if not model.experts:
-        raise UserError(
-            f"parallel.expert = {n}, and the model has no experts to divide; leave it out, or take a mixture "
-            "of experts (--model moe-debug, or model.experts)"
-        )
-    if model.experts % n:
-        raise UserError(
-            f"model.experts = {model.experts} cannot be divided by parallel.expert = {n}; choose a divisor"
-        )
-    if shard % n or not parallel_dims.is_sharded:
-        raise UserError(
-            f"parallel.expert = {n} with parallel.shard = {shard} and parallel.zero = {parallel_dims.zero}: "
-            "experts are divided over processes that shard the other weights; set parallel.shard to a "
-            f"multiple of {n}, and parallel.zero to 1, 2 or 3"
-        )
+from narrowgauge.trainer.distributed.parallel.tensor_parallel import exchange
+from narrowgauge.trainer.models import Expert, Transformer, experts_of
 
 
 def divide_experts(model: Transformer, mesh: Mesh, batch_size: int) -> None:

@@ -30,6 +30,7 @@ two micro-batches on the host.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ from narrowgauge.nn import Linear
 from narrowgauge.nn.histories import AmaxHistory, ChannelChoice, HeldAmax, History
 from narrowgauge.system.torch_compat import copy_each, has_hooks
 from narrowgauge.trainer.data import Batch
-from narrowgauge.trainer.distributed.pipeline_stage import MicroBatch
+from narrowgauge.trainer.distributed.pipeline import MicroBatch
 from narrowgauge.trainer.models import Transformer, objective_of
 from narrowgauge.trainer.models.layers import Block, HeadNorm, Norm, StreamNorm
 from narrowgauge.trainer.models.operators import Embedding
@@ -159,21 +160,24 @@ class MicroBatchGraphs:
         signature = self._signature(micro_batches)
         if signature != self.signature:
             self.release()
-            self.inputs = None
-            self._warm_up(micro_batches, begin)
+            inputs = self.inputs = _Inputs(micro_batches[0], self.model, self._position())
+            with self.same_weights(len(micro_batches)), self.recorder.aside():
+                for i, micro_batch in enumerate(micro_batches):
+                    self._use_inputs(inputs, micro_batch, begin, i)
+                    self._pass(inputs)
             self.signature = signature
-            return self._total()
+            return inputs.total.clone()
+        assert self.inputs is not None
         if not self.replays:
-            self._record(micro_batches, begin)
-        inputs = self._inputs(micro_batches)
-        inputs.total.zero_()
+            self._record(self.inputs, micro_batches, begin)
+        self.inputs.total.zero_()
         for i, micro_batch in enumerate(micro_batches):
             begin(i)
-            inputs.take(micro_batch, self._position())
+            self.inputs.take(micro_batch, self._position())
             self.replays[min(i, 1)]()
         for parameter, gradient in self.gradients.items():
             parameter.grad = gradient
-        return self._total()
+        return self.inputs.total.clone()
 
     def release(self) -> None:
         """Give back the memory of the graphs for work that runs without them; the next step records again."""
@@ -182,43 +186,32 @@ class MicroBatchGraphs:
         self.gradients.clear()
         self.recorder.release()
 
-    def _total(self) -> Tensor:
-        assert self.inputs is not None
-        return self.inputs.total.clone()
-
-    def _warm_up(self, micro_batches: Sequence[MicroBatch], begin: Callable[[int], None]) -> None:
-        """Compute a step launch by launch, as it will be recorded."""
-        self._inputs(micro_batches).total.zero_()
-        with self.same_weights(len(micro_batches)), self.recorder.aside():
-            for i, micro_batch in enumerate(micro_batches):
-                begin(i)
-                self._use_inputs(micro_batch)
-                self._pass()
-
-    def _record(self, micro_batches: Sequence[MicroBatch], begin: Callable[[int], None]) -> None:
+    def _record(
+        self, inputs: "_Inputs", micro_batches: Sequence[MicroBatch], begin: Callable[[int], None]
+    ) -> None:
         """Record the graphs of the first micro-batch and of a further one."""
         with self.same_weights(len(micro_batches)):
             for i, micro_batch in enumerate(micro_batches[:2]):
-                begin(i)
-                self._use_inputs(micro_batch)
+                self._use_inputs(inputs, micro_batch, begin, i)
                 with amaxes_of_graph():
-                    self.replays.append(self.recorder.record(self._pass))
+                    self.replays.append(self.recorder.record(partial(self._pass, inputs)))
             self.held += [m.accumulation for m in self.modules if isinstance(m, Linear)]
         self.gradients = {p: p.grad for p in self.model.parameters() if p.grad is not None}
 
-    def _pass(self) -> None:
+    def _pass(self, inputs: "_Inputs") -> None:
         """One micro-batch from fixed memory: what is recorded."""
-        assert self.inputs is not None
         begin_amaxes()
-        loss = self.loss(self.inputs.batch) * self.inputs.weight
+        loss = self.loss(inputs.batch) * inputs.weight
         objective_of(loss).backward()
-        self.inputs.total += loss.detach()
+        inputs.total += loss.detach()
 
-    def _use_inputs(self, micro_batch: MicroBatch) -> None:
-        """Fill the fixed memory, and let the modules read their positions there."""
-        assert self.inputs is not None
-        self.inputs.take(micro_batch, self._position())
-        positions = iter(self.inputs.positions)
+    def _use_inputs(
+        self, inputs: "_Inputs", micro_batch: MicroBatch, begin: Callable[[int], None], i: int
+    ) -> None:
+        """Begin a micro-batch, fill the fixed memory, and let the modules read their positions there."""
+        begin(i)
+        inputs.take(micro_batch, self._position())
+        positions = iter(inputs.positions)
         for module in self.modules:
             for name in _POSITIONS[type(module)]:
                 if getattr(module, name) is not None:
@@ -228,13 +221,6 @@ class MicroBatchGraphs:
         """The keys and first samples of all modules, which each micro-batch makes again."""
         found = (getattr(m, name) for m in self.modules for name in _POSITIONS[type(m)])
         return [t for t in found if t is not None]
-
-    def _inputs(self, micro_batches: Sequence[MicroBatch]) -> "_Inputs":
-        """The fixed memory, made once for a signature."""
-        if self.inputs is None:
-            device = self.model.embedding.weight.device
-            self.inputs = _Inputs(micro_batches[0], self.model.loss_shape, self._position(), device)
-        return self.inputs
 
     def _signature(self, micro_batches: Sequence[MicroBatch]) -> tuple[Any, ...]:
         """What recorded launches depend on besides the inputs: equal if both graphs still hold."""
@@ -252,17 +238,12 @@ class MicroBatchGraphs:
 class _Inputs:
     """The fixed memory that differs in content from one micro-batch to the next."""
 
-    def __init__(
-        self,
-        like: MicroBatch,
-        loss_shape: tuple[int, ...],
-        positions: Sequence[Tensor],
-        device: torch.device,
-    ) -> None:
+    def __init__(self, like: MicroBatch, model: Transformer, positions: Sequence[Tensor]) -> None:
+        device = model.embedding.weight.device
         x_BT, y_BT = (torch.empty(t.shape, dtype=t.dtype, device=device) for t in like.batch)
         self.batch = Batch(x_BT, y_BT, x_BT.numel())
         self.weight = torch.zeros((), dtype=torch.float32, device=device)
-        self.total = torch.zeros(loss_shape, dtype=torch.float32, device=device)
+        self.total = torch.zeros(model.loss_shape, dtype=torch.float32, device=device)
         self.positions = [torch.empty_like(t) for t in positions]
 
     def take(self, micro_batch: MicroBatch, positions: Sequence[Tensor]) -> None:

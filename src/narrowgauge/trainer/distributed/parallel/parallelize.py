@@ -20,9 +20,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from narrowgauge.distributed.comm.grad_hooks import quantize_fsdp_reduce, quantized_comm_hook, wire_formats
-from narrowgauge.distributed.fsdp import note_shards, quantized_fsdp
+from narrowgauge.distributed.fsdp import note_shards, quantize_fsdp_reduce, quantized_fsdp
 from narrowgauge.distributed.mesh import Mesh
+from narrowgauge.distributed.quantized_reduce import quantized_comm_hook, wire_formats
 from narrowgauge.nn import DTYPES, Linear, apply_recipe
 from narrowgauge.quantization import TensorShard, ensure_state, state_of
 from narrowgauge.recipes import Recipe
@@ -30,7 +30,7 @@ from narrowgauge.system.collectives import comm_tag
 from narrowgauge.system.torch_compat import ignore_in_ddp
 from narrowgauge.trainer.distributed.parallel.expert_parallel import divide_experts, local_experts
 from narrowgauge.trainer.distributed.parallel.tensor_parallel import shard_blocks
-from narrowgauge.trainer.distributed.pipeline_stage import Stage, keep_stages, stages_of
+from narrowgauge.trainer.distributed.pipeline import Stage, keep_stages, stages_of
 from narrowgauge.trainer.models import Expert, ModelConfig, Transformer, starting_values
 
 

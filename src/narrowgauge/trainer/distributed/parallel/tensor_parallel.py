@@ -12,8 +12,22 @@ DTensor's `parallelize_module` cannot do this. The rows of a fused qkv on one ra
 global weight, of unequal lengths if heads share keys. A placement is one segment for each rank and dimension;
 `_StridedShard`, which is private, is several of equal lengths; and no placement carries the scales of blocks.
 `ShardAxis` supports both. FSDP2 shards the local tensors further.
+
+**Between processes that compute a sequence together**, forward and backward:
+
+    all_gather_tokens       local tokens -> all tokens               backward: reduce-scatter
+    reduce_scatter_tokens   partial sums for all tokens -> the sum   backward: all-gather
+                            for the local tokens
+    all_to_all_heads        local tokens of all heads -> all tokens of local heads     backward: the inverse
+    all_to_all_tokens       the inverse
+
+The first two are sequence parallelism (arXiv 2205.05198), the last two the all-to-all of DeepSpeed-Ulysses
+(arXiv 2309.14509): one process computes each head's attention in full, exactly as without parallelism.
+
+Legend: B sequences, T tokens, t = T / processes, D the model's width, N heads, n = N / processes, H head_dim.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,51 +35,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from narrowgauge.distributed.dims import ParallelDims
 from narrowgauge.distributed.mesh import Mesh
 from narrowgauge.nn import EqualShare, Linear, LinearShards, NarrowAttention, NarrowResidual
 from narrowgauge.quantization import ShardAxis, TensorShard, ensure_state, full_axis, state_of
-from narrowgauge.system.errors import UserError
-from narrowgauge.trainer.distributed.parallel.sequence_parallel import (
-    all_gather_tokens,
-    all_to_all_heads,
-    all_to_all_tokens,
-    reduce_scatter_tokens,
-)
+from narrowgauge.system.collectives import all_gather_rows, comm_tag, reduce_scatter_rows
+from narrowgauge.system.second_derivative import FirstOrderFunction
 from narrowgauge.trainer.models import ModelConfig, Transformer
 
+Collective = Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor]
+
 COLUMN_SHARDED = ("attention_out", "down")  # the layers of a block whose columns `tensor` shards
-
-
-def check_tensor_parallel(model: ModelConfig, sequence_length: int, parallel_dims: ParallelDims) -> None:
-    """Refuse degrees of parallelism that do not divide the model's dimensions.
-
-    The `UserError` names the setting. Experts cannot be sharded over `tensor` or `context`, and there must be
-    at least as many layers as pipeline stages.
-    """
-    dims = parallel_dims
-    both = dims.tensor * dims.context
-    if model.experts and both > 1:
-        raise UserError(
-            f"model.experts = {model.experts} with parallel.tensor x parallel.context = {both}: the tokens "
-            "of an expert come from full sequences on one process; use parallel.shard, replicate or pipeline"
-        )
-    rules = [
-        ("model.kv_heads", model.kv_heads, both, "parallel.tensor x parallel.context"),
-        ("model.heads", model.heads, both, "parallel.tensor x parallel.context"),
-        ("model.ffn_dim", model.ffn_dim, dims.tensor, "parallel.tensor"),
-        ("data.sequence_length", sequence_length, both, "parallel.tensor x parallel.context"),
-    ]
-    for name, size, count, setting in rules:
-        if size % count:
-            raise UserError(
-                f"{name} = {size} cannot be divided by {setting} = {count}; choose a divisor of it"
-            )
-    if model.layers < dims.stages:
-        raise UserError(
-            f"model.layers = {model.layers} are fewer than the {dims.stages} stages that "
-            f"parallel.pipeline = {dims.pipeline} and parallel.chunks = {dims.chunks} ask for; choose fewer"
-        )
 
 
 def shard_blocks(model: Transformer, mesh: Mesh) -> None:
@@ -120,19 +99,13 @@ def row_sizes(config: ModelConfig) -> dict[str, list[int]]:
     return {"qkv": [N * H, K * H, K * H]} | up
 
 
-def shard_sizes(
-    sizes: list[int], index: int, count: int, groups: tuple[dist.ProcessGroup, ...] = ()
-) -> ShardAxis:
-    """Rank `index`'s slice, of `count`, of each of several concatenated parts of these sizes."""
-    segments, start = [], 0
+def _axis(sizes: list[int], mesh: Mesh) -> ShardAxis:
+    """This rank's slice over `tensor` of each of several concatenated parts of these sizes."""
+    index, count, segments, start = mesh.index("tensor"), mesh.size("tensor"), [], 0
     for size in sizes:
         segments.append((start + index * size // count, size // count))
         start += size
-    return ShardAxis(start, tuple(segments), groups)
-
-
-def _axis(sizes: list[int], mesh: Mesh) -> ShardAxis:
-    return shard_sizes(sizes, mesh.index("tensor"), mesh.size("tensor"), mesh.groups("tensor"))
+    return ShardAxis(start, tuple(segments), mesh.groups("tensor"))
 
 
 def _shard_rows(layer: object, sizes: list[int], mesh: Mesh, tokens: EqualShare | None) -> None:
@@ -161,3 +134,64 @@ def _empty_parameter(shard: TensorShard) -> nn.Parameter:
     parameter = nn.Parameter(torch.empty(shard.local_shape, device="meta"))
     ensure_state(parameter).shard = shard
     return parameter
+
+
+def exchange(x: torch.Tensor, there: Collective, back: Collective, group: dist.ProcessGroup) -> torch.Tensor:
+    """The result of a collective, whose gradient takes another one back."""
+    y: torch.Tensor = _Exchange.apply(x, there, back, group)
+    return y
+
+
+class _Exchange(FirstOrderFunction):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, there: Collective, back: Collective, group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        ctx.back, ctx.group = back, group
+        with comm_tag("activations"):
+            return there(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        with comm_tag("activations"):
+            return ctx.back(dy, ctx.group), None, None, None
+
+
+def all_gather_tokens(x_BTD: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """[B, t, D] of each process -> [B, T, D], in the order of their ranks."""
+    return exchange(x_BTD, _all_gather, _reduce_scatter, group)
+
+
+def reduce_scatter_tokens(x_BTD: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """[B, T, D] of each process -> [B, t, D], the sum over processes for this one's tokens."""
+    return exchange(x_BTD, _reduce_scatter, _all_gather, group)
+
+
+def all_to_all_heads(x_BTNH: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """[B, t, N, H] -> [B, T, n, H]."""
+    return exchange(x_BTNH, partial(_all_to_all, 2, 1), partial(_all_to_all, 1, 2), group)
+
+
+def all_to_all_tokens(x_BTNH: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """[B, T, n, H] -> [B, t, N, H]."""
+    return exchange(x_BTNH, partial(_all_to_all, 1, 2), partial(_all_to_all, 2, 1), group)
+
+
+def _all_gather(x_BTD: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    x_TBD = x_BTD.transpose(0, 1).contiguous()
+    out_TBD = all_gather_rows(x_TBD.flatten(), group).view(-1, *x_TBD.shape[1:])
+    return out_TBD.transpose(0, 1).contiguous()
+
+
+def _reduce_scatter(x_BTD: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    x_TBD = x_BTD.transpose(0, 1).contiguous()
+    out_TBD = reduce_scatter_rows(x_TBD.view(group.size(), -1), group).view(-1, *x_TBD.shape[1:])
+    return out_TBD.transpose(0, 1).contiguous()
+
+
+def _all_to_all(scatter: int, gather: int, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Divide dimension `scatter` over the processes, and concatenate what they send along `gather`."""
+    sent = torch.stack(x.chunk(group.size(), scatter))
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    return torch.cat(received.unbind(), gather)

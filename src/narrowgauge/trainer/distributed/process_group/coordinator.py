@@ -23,20 +23,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from narrowgauge.system.collectives import all_reduce_values, broadcast_object
 from narrowgauge.system.errors import EXIT_FAILED, EXIT_PREEMPTED
 from narrowgauge.system.signals import Preempted, StoppedEarly, heed_early, heed_no_more
 from narrowgauge.trainer.distributed.launch.world import World
-from narrowgauge.trainer.distributed.process_group import rendezvous
-from narrowgauge.trainer.distributed.process_group.failure import (
+from narrowgauge.trainer.distributed.process_group.store import (
+    MEET_S,
     Failure,
     StoppedByPeer,
     await_failure,
+    await_leavers,
     failure_of,
     is_connection_error,
     keep,
-    report_to_torchrun,
+    make_groups,
+    name_of,
+    open_store,
+    register,
     store_gone,
 )
 from narrowgauge.trainer.distributed.process_group.watchdog import Watchdog
@@ -52,20 +57,11 @@ class Coordinator:
 
     def __init__(self, world: World, device: torch.device) -> None:
         self.world, self.device = world, device
+        self.rank, self.size = world.rank, world.size  # rank 0 writes the run directory
         self.control: dist.ProcessGroup | None = None
         self.watchdog: Watchdog | None = None
         self._store: Store | None = None
         self._has_ended = False
-
-    @property
-    def rank(self) -> int:
-        """Rank of this process; rank 0 writes the run directory."""
-        return self.world.rank
-
-    @property
-    def size(self) -> int:
-        """Number of processes."""
-        return self.world.size
 
     def progress(self, place: str, patience: float = 1.0) -> None:
         """Report that this rank is at `place`, such as "step 12"; all ranks reach the same places in order.
@@ -139,12 +135,13 @@ class Coordinator:
         if watchdog is not None:
             watchdog.stop()
         with suppress(RuntimeError):  # the rank that keeps the store may have gone first
-            rendezvous.leave(store)  # this rank no longer reads it
+            store.add("left", 1)  # this rank no longer reads it
         if first.rank == 0 and first.reporter == self.rank and watchdog is not None:
             watchdog.report_cause(first.as_seen_by_peers())  # rank 0 is gone
         if first == local_failure:
             error.add_note(f"rank {self.rank} of {self.size}")
-            report_to_torchrun(error)
+            if isinstance(error, Exception) and os.environ.get("TORCHELASTIC_ERROR_FILE"):
+                get_error_handler().record_exception(error)  # for torchrun's summary
             return
         time.sleep(1)  # so that the rank with the cause prints it first
         is_printed = first.is_reported_by(self.world) and first.sentence != local_failure.sentence
@@ -157,16 +154,10 @@ class Coordinator:
         if (end := reported or await_failure(store, _LINGER_S)) is not None:
             return end
         if self.watchdog is not None and (missing := self.watchdog.ranks_without_heartbeat()):
-            names = ", ".join(rendezvous.name_of(store, rank) for rank in missing[:8])
+            names = ", ".join(name_of(store, rank) for rank in missing[:8])
             sentence = f"{names} stopped sending heartbeats; if it was killed, the same line continues"
             return Failure(missing[0], EXIT_FAILED, sentence, reporter=self.rank).publish(store)
         return local_failure.publish(store)
-
-
-def _asked_early(error: BaseException) -> bool:
-    """Whether the run ends because some rank was asked to stop before a step."""
-    is_of_peer = isinstance(error, StoppedByPeer) and error.code == EXIT_PREEMPTED
-    return is_of_peer or isinstance(error, StoppedEarly)
 
 
 @contextmanager
@@ -196,17 +187,17 @@ def init_process_group(
         heed_early()
         yield coordinator
         return
-    hosts = rendezvous.hosts_store(world, environ)
-    store = rendezvous.open_store(world, environ, rendezvous_s, keep=hosts)
+    hosts = world.rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun does
+    store = open_store(world, environ, rendezvous_s, keep=hosts)
     coordinator._store = store
     try:
         with coordinator.first_failure():
             heed_early()  # not before: the other ranks learn of a request from the store
-            rendezvous.register(store, world, rendezvous_s)
-            own_store = rendezvous.open_store(world, environ, rendezvous_s)
+            register(store, world, rendezvous_s)
+            own_store = open_store(world, environ, rendezvous_s)
             coordinator.watchdog = Watchdog(world, own_store, hang_s)
             coordinator.progress("the start", START)
-            coordinator.control = rendezvous.make_groups(world, device, store, hang_s)
+            coordinator.control = make_groups(world, device, store, hang_s)
             preempted = None
             try:
                 yield coordinator
@@ -225,10 +216,11 @@ def init_process_group(
             dist.destroy_process_group()  # ends the waiting of the others
         if hosts:
             # the others have to read the cause, before the first step also ranks that have not arrived yet
-            is_early = _asked_early(error)
+            is_early = isinstance(error, StoppedEarly)  # some rank was asked to stop before a step
+            is_early |= isinstance(error, StoppedByPeer) and error.code == EXIT_PREEMPTED
             is_stop = is_early or isinstance(error, KeyboardInterrupt)
-            seconds = rendezvous.MEET_S if is_stop else _LINGER_S
-            rendezvous.await_leavers(store, seconds, world.size if is_early else 0)
+            seconds = MEET_S if is_stop else _LINGER_S
+            await_leavers(store, seconds, world.size if is_early else 0)
         raise
     finally:
         if coordinator.watchdog is not None:

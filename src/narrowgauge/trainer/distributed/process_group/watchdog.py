@@ -4,7 +4,7 @@ The main thread of a rank reports its progress: each step, each save. Two thread
 is stuck in a collective. Twice a second
 
 - one asks the store, by a connection of its own: it publishes a heartbeat (a count, and how far the main
-  thread is), and reads whether some rank has ended the run (`failure.Failure`); then it ends this rank as
+  thread is), and reads whether some rank has ended the run (`store.Failure`); then it ends this rank as
   well if its main thread cannot, because it waits for a rank that is gone. After too long without progress
   it ends the run for all: every rank writes the stacks of its threads to RUN/hang/rank-N.txt, and the first
   one reports which ranks are late. A rank without a heartbeat was stopped or killed, or its machine is gone;
@@ -28,8 +28,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from narrowgauge.system.errors import EXIT_FAILED
 from narrowgauge.system.processes import in_time
 from narrowgauge.trainer.distributed.launch.world import World
-from narrowgauge.trainer.distributed.process_group.failure import Failure, keep, store_gone
-from narrowgauge.trainer.distributed.process_group.rendezvous import name_of
+from narrowgauge.trainer.distributed.process_group.store import Failure, keep, name_of, store_gone
 
 HEARTBEAT_S = 0.5
 _MISSED_HEARTBEATS = 5  # a rank that sends none during this many of ours is considered gone

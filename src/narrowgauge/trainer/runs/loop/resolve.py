@@ -29,14 +29,7 @@ from narrowgauge.trainer.data import (
     vocabulary_before_reading,
 )
 from narrowgauge.trainer.data.cache import Progress
-from narrowgauge.trainer.distributed import (
-    Coordinator,
-    World,
-    check_blocks,
-    check_expert_parallel,
-    check_tensor_parallel,
-    world_from,
-)
+from narrowgauge.trainer.distributed import Coordinator, World, check_degrees, world_from
 from narrowgauge.trainer.runs.loop.default_out import default_out
 from narrowgauge.trainer.runs.monitor import hardware
 from narrowgauge.trainer.runs.monitor.loggers import require_sinks
@@ -94,11 +87,8 @@ def parallel_dims_of(config: Config, processes: int) -> ParallelDims:
     """The dimensions of `[parallel]` for a number of processes."""
     parallel_dims = _resolve(config, processes)
     model, t = config.spec.model, config.training
-    length = config.data.sequence_length
-    check_tensor_parallel(model, length, parallel_dims)
-    check_expert_parallel(model, parallel_dims)
-    recipe = config.spec.recipe
-    check_blocks(model, recipe, length, t.micro_batch_size, parallel_dims)
+    recipe, length = config.spec.recipe, config.data.sequence_length
+    check_degrees(model, recipe, length, t.micro_batch_size, parallel_dims)
     require_attention_shapes(recipe, model.head_dim, length, model.dim, model.attention_dropout)
     _check_batch(config, parallel_dims)
     if model.experts and t.balance_loss and parallel_dims.stages > 1:

@@ -1,7 +1,8 @@
-"""Checks that sharding does not divide a quantization block over ranks, before any tensor is created.
+"""Checks that degrees of parallelism fit a model and its recipe, before any tensor is created.
 
-Blocks are laid out on the global tensors, and a rank must hold blocks of a fixed size in full; otherwise
-`TensorShard.reduce_amax` would raise in the middle of a step. Legend: M tokens, N outputs, K inputs.
+Sharding must not divide a quantization block over ranks. Blocks are laid out on the global tensors, and a
+rank must hold blocks of a fixed size in full; otherwise `TensorShard.reduce_amax` would raise in the middle
+of a step. Legend: M tokens, N outputs, K inputs.
 
     M    over `context`; in the head and in the residual stream over `context` x `tensor`
     N    over `tensor` in qkv, up and gate_up
@@ -64,22 +65,78 @@ class Dimension:
         return Dimension(self.what, self.size, runs, {**self.degrees, **degrees})
 
 
-def check_blocks(
-    model: ModelConfig, recipe: Recipe, sequence_length: int, sequences: int, parallel_dims: ParallelDims
+def check_degrees(
+    model: ModelConfig, recipe: Recipe, sequence_length: int, sequences: int, dims: ParallelDims
 ) -> None:
-    """Refuse degrees of parallelism that divide blocks of a recipe's casts.
+    """Refuse degrees of parallelism that do not divide a model, or that divide blocks of a recipe's casts.
+
+    Experts cannot be sharded over `tensor` or `context`, and there must be at least as many layers as
+    pipeline stages.
 
     Args:
         model: The model.
         recipe: The recipe.
         sequence_length: Tokens in a sequence.
         sequences: Sequences in a micro-batch.
-        parallel_dims: The degrees of parallelism.
+        dims: The degrees of parallelism.
 
     Raises:
-        UserError: a block would be divided; names place, layer and mesh axis.
+        UserError: Names the setting; where a block would be divided, place, layer and mesh axis.
     """
-    dims = parallel_dims
+    _check_tensor_parallel(model, sequence_length, dims)
+    _check_expert_parallel(model, dims)
+    _check_blocks(model, recipe, sequence_length, sequences, dims)
+
+
+def _check_tensor_parallel(model: ModelConfig, sequence_length: int, dims: ParallelDims) -> None:
+    both = dims.tensor * dims.context
+    if model.experts and both > 1:
+        raise UserError(
+            f"model.experts = {model.experts} with parallel.tensor x parallel.context = {both}: the tokens "
+            "of an expert come from full sequences on one process; use parallel.shard, replicate or pipeline"
+        )
+    rules = [
+        ("model.kv_heads", model.kv_heads, both, "parallel.tensor x parallel.context"),
+        ("model.heads", model.heads, both, "parallel.tensor x parallel.context"),
+        ("model.ffn_dim", model.ffn_dim, dims.tensor, "parallel.tensor"),
+        ("data.sequence_length", sequence_length, both, "parallel.tensor x parallel.context"),
+    ]
+    for name, size, count, setting in rules:
+        if size % count:
+            raise UserError(
+                f"{name} = {size} cannot be divided by {setting} = {count}; choose a divisor of it"
+            )
+    if model.layers < dims.stages:
+        raise UserError(
+            f"model.layers = {model.layers} are fewer than the {dims.stages} stages that "
+            f"parallel.pipeline = {dims.pipeline} and parallel.chunks = {dims.chunks} ask for; choose fewer"
+        )
+
+
+def _check_expert_parallel(model: ModelConfig, dims: ParallelDims) -> None:
+    n, shard = dims.expert, dims.shard
+    if n == 1:
+        return
+    if not model.experts:
+        raise UserError(
+            f"parallel.expert = {n}, and the model has no experts to divide; leave it out, or take a mixture "
+            "of experts (--model moe-debug, or model.experts)"
+        )
+    if model.experts % n:
+        raise UserError(
+            f"model.experts = {model.experts} cannot be divided by parallel.expert = {n}; choose a divisor"
+        )
+    if shard % n or not dims.is_sharded:
+        raise UserError(
+            f"parallel.expert = {n} with parallel.shard = {shard} and parallel.zero = {dims.zero}: "
+            "experts are divided over processes that shard the other weights; set parallel.shard to a "
+            f"multiple of {n}, and parallel.zero to 1, 2 or 3"
+        )
+
+
+def _check_blocks(
+    model: ModelConfig, recipe: Recipe, sequence_length: int, sequences: int, dims: ParallelDims
+) -> None:
     if dims.tensor == dims.context == 1 and not dims.is_sharded:
         return
     for name, block, dimensions in _layers(model, sequence_length, sequences, dims):

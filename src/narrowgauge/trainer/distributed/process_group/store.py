@@ -1,36 +1,148 @@
-"""Connects the processes of a run, and names those that are missing.
+"""What the processes of a run tell each other in a store: who is there, and which failure was the first.
 
-They meet in a store of keys and values (PyTorch's `TCPStore`). torchrun keeps one in its own process;
-otherwise rank 0 keeps it, at the address and port of its `World`. Each process registers there and waits for
-the others. Only then are process groups created, which would wait for a missing rank without naming it.
+The store of keys and values is PyTorch's `TCPStore`. torchrun keeps one in its own process; otherwise rank 0
+keeps it, at the address and port of its `World`. Each process registers there and waits for the others. Only
+then are process groups created, which would wait for a missing rank without naming it.
+
+A rank that fails publishes the cause in the store before its connections close. The others then see
+connection errors. A rank that sees one reads the first failure from the store, and raises that instead. A
+killed rank leaves no record; the watchdog detects it by its missing heartbeat.
 """
 
 import json
 import os
 import socket
 import time
-from collections.abc import Mapping
-from datetime import timedelta
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import TextIO
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from narrowgauge.system.errors import UserError, words_of
+from narrowgauge.system.errors import EXIT_FAILED, EXIT_PREEMPTED, Failed, UserError, words_of
 from narrowgauge.system.processes import in_time
-from narrowgauge.system.signals import heed_early
+from narrowgauge.system.signals import StoppedEarly, heed_early
 from narrowgauge.trainer.distributed.launch.world import World
-from narrowgauge.trainer.distributed.process_group.failure import Failure, PeerGone
 
 RENDEZVOUS = "NARROWGAUGE_RENDEZVOUS"  # in the environment: a name for each of several runs of one launcher
 _POLL_S = 0.1
 NEVER = timedelta(days=30)
 MEET_S = 10.0  # how long a rank that is asked to stop waits for ranks that do not know of it yet
+_KEY = "end"
+
+# Words in PyTorch's errors which mean that a peer is gone, if the error's class does not show it.
+_CONNECTION_WORDS = (
+    "gloo",
+    "nccl",
+    "connection closed by peer",
+    "connection reset by peer",
+    "c10d",
+    "tcpstore",
+)
 
 
-def hosts_store(world: World, environ: Mapping[str, str]) -> bool:
-    """Whether this process keeps the store: rank 0, unless torchrun does."""
-    return world.rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+class PeerGone(RuntimeError):
+    """Another rank has ended the run, so waiting for the others is useless."""
+
+
+class StoppedByPeer(Failed):
+    """This rank ends because of another, with its exit code; prints the sentence if `is_printed`."""
+
+    def __init__(self, sentence: str, code: int, is_printed: bool) -> None:
+        super().__init__(sentence)
+        self.code, self.is_printed = code, is_printed
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The cause of a run's end; `reporter` is the rank that published it, if not the failed `rank`."""
+
+    rank: int
+    code: int
+    sentence: str
+    reporter: int = -1
+    hang: bool = False
+
+    def publish(self, store: Store) -> "Failure":
+        """Publish this failure if it is the first; returns the first."""
+        return Failure._read(store.compare_set(_KEY, "", json.dumps(asdict(self))))
+
+    @staticmethod
+    def find(store: Store) -> "Failure | None":
+        """The published failure."""
+        return Failure._read(store.get(_KEY)) if store.check([_KEY]) else None
+
+    @staticmethod
+    def _read(value: bytes) -> "Failure":
+        return Failure(**json.loads(value))
+
+    def is_reported_by(self, world: World) -> bool:
+        """Whether a rank that is not the cause prints it: the first of each node, and the reporter."""
+        is_printer = world.local_rank == 0 or world.rank == self.reporter
+        return self.code == EXIT_FAILED and not self.hang and is_printer
+
+    def as_seen_by_peers(self) -> str:
+        """The sentence of the other ranks."""
+        return f"stopped, because rank {self.rank} failed: {self.sentence}"
+
+
+def store_gone(world: World) -> Failure:
+    """The failure of a rank that cannot reach the store; rank 0, the likely cause, may not report it."""
+    where = f"{world.master_addr}:{world.master_port}"
+    reporter = world.rank if world.local_rank == 1 else -1
+    return Failure(0, EXIT_FAILED, f"it or its launcher is gone from {where}", reporter)
+
+
+def failure_of(error: BaseException, rank: int) -> Failure:
+    """The failure that a rank publishes for its error."""
+    if isinstance(error, StoppedEarly):
+        return Failure(rank, EXIT_PREEMPTED, f"stopped by {error}")
+    if isinstance(error, UserError):
+        return Failure(rank, error.exit_code, str(error))
+    if isinstance(error, KeyboardInterrupt):
+        return Failure(rank, EXIT_FAILED, "interrupted")
+    return Failure(rank, EXIT_FAILED, f"{type(error).__name__}: {error}".rstrip(": "))
+
+
+def is_connection_error(error: BaseException) -> bool:
+    """Whether an error, or one that led to it, means that other ranks cannot be reached."""
+    seen: BaseException | None = error
+    while seen is not None:
+        text = str(seen).lower() if isinstance(seen, RuntimeError) else ""
+        if isinstance(seen, (dist.DistError, PeerGone)) or any(word in text for word in _CONNECTION_WORDS):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
+
+
+def await_failure(store: Store, seconds: float) -> Failure | None:
+    """The failure that some rank publishes within `seconds`."""
+    deadline = time.monotonic() + seconds
+    while (end := Failure.find(store)) is None and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return end
+
+
+def keep(directory: Path | None, kind: str, rank: int, place: str, write: Callable[[TextIO], object]) -> bool:
+    """Let `write` fill DIRECTORY/KIND/rank-N.txt; whether it could, in time."""
+
+    def fill() -> bool:
+        with suppress(OSError):  # a full or lost disk may be the failure itself
+            folder.mkdir(exist_ok=True)
+            with (folder / f"rank-{rank}.txt").open("w", encoding="utf-8", errors="backslashreplace") as file:
+                at = f"rank {rank}, process {os.getpid()}, at {place}, {datetime.now():%F %T}"
+                print(at, file=file, flush=True)
+                write(file)
+            return True
+        return False
+
+    folder = (directory or Path()) / kind
+    return directory is not None and in_time(fill, 5.0, False)  # the disk itself may hang
 
 
 def open_store(world: World, environ: Mapping[str, str], timeout_s: float, keep: bool = False) -> Store:
@@ -124,13 +236,8 @@ def register(store: Store, world: World, timeout_s: float) -> None:
         time.sleep(_POLL_S)
 
 
-def leave(store: Store) -> None:
-    """Record that this process no longer reads the store."""
-    store.add("left", 1)
-
-
 def await_leavers(store: Store, seconds: float, ranks: int = 0) -> None:
-    """Wait until all registered processes, and at least `ranks`, have left; at most `seconds`."""
+    """Wait, at most `seconds`, until all registered processes, and at least `ranks`, have left the store."""
     deadline = time.monotonic() + seconds
     while store.add("left", 0) < max(ranks, store.add("arrived", 0)) and time.monotonic() < deadline:
         time.sleep(_POLL_S)

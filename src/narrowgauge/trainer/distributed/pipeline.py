@@ -1,8 +1,9 @@
-"""Pipeline parallelism: the stages of a model, and which of them this process has.
+"""Pipeline parallelism: the stages of a model, which of them this process has, and torch's schedules.
 
 Each process of `pipeline` has `chunks` stages: process p of P has the stages p, P + p, 2P + p ...
-(interleaved 1F1B, arXiv 2104.04473). The first stage has the embedding; the last has the norm, the head and
-the loss. Both have a copy of a tied embedding; `Engine` sums the gradients of both, so that they stay equal.
+(1F1B and interleaved 1F1B, arXiv 2104.04473). The first stage has the embedding; the last has the norm, the
+head and the loss. Both have a copy of a tied embedding; `Engine` sums the gradients of both, so that they
+stay equal.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,9 +13,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleLoopedBFS
+from torch.nn.parallel import DistributedDataParallel
 
 from narrowgauge.distributed.mesh import Mesh
 from narrowgauge.kernels.residual import total
+from narrowgauge.system.collectives import comm_tag
 from narrowgauge.trainer.data import Batch
 from narrowgauge.trainer.models import Transformer, objective_of
 
@@ -32,10 +37,11 @@ class StageInput:
     """Inputs of a process's stages in a step, apart from the tensors that stages send each other."""
 
     micro_batches: Sequence[MicroBatch]
-    begin: Callable[[int], None]  # `begin(i)` is called before each forward pass of the i-th micro-batch
-    # maps a loss to the value that the backward pass starts from
-    scale: Callable[[torch.Tensor], torch.Tensor]
     total: torch.Tensor  # the sum of the losses so far, as `Transformer.loss` returns them
+    # `begin(i)` is called before each forward pass of the i-th micro-batch
+    begin: Callable[[int], None] = lambda i: None
+    # maps a loss to the value that the backward pass starts from
+    scale: Callable[[torch.Tensor], torch.Tensor] = lambda loss: loss
     current: int = -1  # the micro-batch that was begun last; -1 before the first
 
     def enter(self, i: int) -> None:
@@ -102,8 +108,7 @@ class Stage(nn.Module):
         self.stage_input, self.count = stage_input, 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Forward pass of the next micro-batch: token ids (B, T) in the first stage, else the residual stream
-        (B, T, D), to the residual stream or, in the last stage, the loss (1,)."""
+        """The next micro-batch: ids (B, T) or the stream (B, T, D), to the stream or the loss (1,)."""
         model, i = self.model_ref[0], self.count
         self.count += 1
         self.stage_input.enter(i)
@@ -124,13 +129,92 @@ class Stage(nn.Module):
         self, i: int, block: nn.Module, *inputs: torch.Tensor | None, **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run one block for one micro-batch; a recomputation runs after later micro-batches have begun."""
-        self.stage_input.enter(i)
         if (recomputed := options.get("recomputed")) is not None:  # a part of the block
             options["recomputed"] = lambda function, *of: recomputed(partial(self._again, i, function), *of)
-        pair: tuple[torch.Tensor, torch.Tensor | None] = block(*inputs, **options)
+        pair: tuple[torch.Tensor, torch.Tensor | None] = self._again(i, block, *inputs, **options)
         return pair
 
-    def _again(self, i: int, function: Callable[..., Any], *inputs: Any) -> Any:
-        """A part of a block for one micro-batch, as `_run_block`."""
+    def _again(self, i: int, function: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
+        """A block, or a part of it, for one micro-batch."""
         self.stage_input.enter(i)
-        return function(*inputs)
+        return function(*inputs, **options)
+
+
+class Pipeline:
+    """The stages of this process, and their schedules."""
+
+    def __init__(
+        self, model: Transformer, modules: list[nn.Module], mesh: Mesh, device: torch.device
+    ) -> None:
+        """Make a pipeline of this process's stages, `modules`, in their order; DDP or FSDP may wrap them."""
+        self.model, self.modules, self.mesh, self.device = model, modules, mesh, device
+        self._schedules: dict[tuple[Any, ...], Any] = {}
+
+    def run(self, stage_input: StageInput, with_backward: bool) -> torch.Tensor:
+        """Run the forward and, if wanted, the backward passes of all micro-batches.
+
+        Returns:
+            The sum of the losses, 0-dim; 0 except on the last stage.
+        """
+        stages = [_unwrapped(module) for module in self.modules]
+        for stage in stages:
+            stage.start(stage_input)
+        batches = [m.batch.x_BT for m in stage_input.micro_batches]
+        schedule = self._schedule(tuple(batches[0].shape), len(batches), with_backward)
+        ids = [torch.cat(batches).to(self.device)] if stages[0].is_first else []
+        options = {}
+        if stages[-1].is_last:  # the stage itself has the labels that the loss needs
+            options["target"] = torch.zeros(len(batches), device=self.device)
+        if with_backward:
+            schedule.step(*ids, **options)
+        else:
+            with torch.no_grad():
+                schedule.eval(*ids, **options)
+        return stage_input.total
+
+    def _schedule(self, shape: tuple[int, ...], micro_batches: int, with_backward: bool) -> Any:
+        key = (shape, micro_batches, with_backward)
+        if key not in self._schedules:
+            stages = [self._torch_stage(module, shape) for module in self.modules]
+            schedule_class: Any = Schedule1F1B if with_backward else ScheduleGPipe
+            if len(stages) > 1:
+                schedule_class = ScheduleInterleaved1F1B if with_backward else ScheduleLoopedBFS
+            one_or_all = stages if len(stages) > 1 else stages[0]
+            self._schedules[key] = schedule_class(
+                one_or_all,
+                micro_batches,
+                loss_fn=lambda loss_1, _: loss_1[0],  # the last stage's output is already the loss
+                scale_grads=False,
+            )
+        return self._schedules[key]
+
+    def _torch_stage(self, module: nn.Module, shape: tuple[int, ...]) -> PipelineStage:
+        """Wrap a stage for torch's schedules, with examples of its input and output."""
+        stage, model = _unwrapped(module), self.model
+        size = (shape[0], shape[1] // model.share[1], model.config.dim)
+        stream = torch.empty(size, dtype=model.stream_dtype, device="meta", requires_grad=True)
+        ids = torch.empty(shape, dtype=torch.int64, device="meta")
+        return _TorchStage(
+            module,
+            stage.number,
+            self.mesh.parallel_dims.stages,
+            self.device,
+            input_args=(ids if stage.is_first else stream,),
+            output_args=(torch.empty(1, device="meta", requires_grad=True) if stage.is_last else stream,),
+            group=self.mesh.group("pipeline"),
+        )
+
+
+class _TorchStage(PipelineStage):
+    """A stage whose sums of gradients, which FSDP leaves to the schedule, are tagged as such."""
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """Sum the gradients of FSDP after the last micro-batch."""
+        with comm_tag("reduce"):
+            super().perform_reduce_grad(grad_scale_factor)
+
+
+def _unwrapped(module: nn.Module) -> Stage:
+    stage = module.module if isinstance(module, DistributedDataParallel) else module
+    assert isinstance(stage, Stage)
+    return stage

@@ -1,1 +1,0 @@
-"""Communication between ranks, and the formats of what is sent."""
