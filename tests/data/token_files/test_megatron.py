@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from narrowgauge.system.errors import UserError
-from narrowgauge.trainer.data import open_megatron, write_megatron
+from narrowgauge.trainer.data.token_files.megatron import open_megatron, write_megatron
 
 CODES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 DOCUMENTS = [[5, 6, 7, 256], [256], [], [1, 2, 256], [9, 8, 7, 6, 5, 256]]
@@ -63,7 +63,7 @@ OFFSETS, BORDERS = 34 + 20, 34 + 60  # behind the header and five lengths; behin
 NO_ENDS = "its sequences do not lie end to end"
 NO_DOCUMENTS = "its documents do not go from sequence 0 to sequence 5"
 DAMAGE = [
-    (lambda raw: b"", "it is empty"),
+    (lambda raw: b"", "does not begin like Megatron's index"),
     (lambda raw: raw[:20], "does not begin like Megatron's index"),
     (lambda raw: raw[:-1], "promises 5 sequences and 6 document borders, so 142 bytes, but it has 141"),
     (lambda raw: raw + bytes(5), "it has a mode for each sequence"),
@@ -100,7 +100,7 @@ def test_a_bin_of_another_length_or_none_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"it does not match x\.bin: .* end at byte 28, and that has 26"):
         open_megatron(data)
     data.unlink()
-    with pytest.raises(UserError, match=r"x\.bin cannot be read as tokens: No such file"):
+    with pytest.raises(UserError, match=r"x\.bin cannot be read as tokens: it is not there"):
         open_megatron(index)
     write_megatron(tmp_path / "y", [], 257)
     with pytest.raises(UserError, match=r"y\.bin .* it holds no tokens"):

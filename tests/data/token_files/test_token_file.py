@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from narrowgauge.system.errors import UserError
-from narrowgauge.trainer.data import TokenFile, open_token_file, verify_token_file, write_token_file
+from narrowgauge.trainer.data import open_token_file, write_token_file
+from narrowgauge.trainer.data.token_files.token_file import TokenFile, verify_token_file
 from support.fault_table import case
 
 

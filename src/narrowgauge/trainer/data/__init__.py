@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from narrowgauge.trainer.data.export import check_name as check_name
     from narrowgauge.trainer.data.export import export_tokens as export_tokens
     from narrowgauge.trainer.data.loading.batch import Batch as Batch
+    from narrowgauge.trainer.data.loading.batch import Loader as Loader
     from narrowgauge.trainer.data.loading.batch import count_windows as count_windows
     from narrowgauge.trainer.data.loading.batch import training_batch as training_batch
     from narrowgauge.trainer.data.loading.batch import validation_batches as validation_batches
@@ -21,19 +22,15 @@ if TYPE_CHECKING:
         vocabulary_before_reading as vocabulary_before_reading,
     )
     from narrowgauge.trainer.data.loading.dataset import why_absent as why_absent
-    from narrowgauge.trainer.data.loading.loader import Loader as Loader
     from narrowgauge.trainer.data.loading.sample_order import first_samples as first_samples
     from narrowgauge.trainer.data.loading.sample_order import mixed_samples as mixed_samples
     from narrowgauge.trainer.data.loading.sample_order import samples as samples
     from narrowgauge.trainer.data.loading.sample_order import shares_of as shares_of
     from narrowgauge.trainer.data.preparation.document_filter import Options as Options
     from narrowgauge.trainer.data.preparation.prepare import prepare as prepare
-    from narrowgauge.trainer.data.token_files.megatron import open_megatron as open_megatron
     from narrowgauge.trainer.data.token_files.megatron import write_megatron as write_megatron
-    from narrowgauge.trainer.data.token_files.token_file import TokenFile as TokenFile
     from narrowgauge.trainer.data.token_files.token_file import Tokens as Tokens
     from narrowgauge.trainer.data.token_files.token_file import open_token_file as open_token_file
-    from narrowgauge.trainer.data.token_files.token_file import verify_token_file as verify_token_file
     from narrowgauge.trainer.data.token_files.token_file import write_token_file as write_token_file
     from narrowgauge.trainer.data.token_files.token_stream import Dataset as Dataset
     from narrowgauge.trainer.data.token_files.token_stream import Mixture as Mixture

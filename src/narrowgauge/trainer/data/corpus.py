@@ -24,12 +24,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from narrowgauge.system.errors import UserError
 from narrowgauge.system.files import sha256_of
-from narrowgauge.trainer.data.token_files.token_file import (
-    TokenFile,
-    damaged,
-    open_token_file,
-    verify_token_file,
-)
+from narrowgauge.trainer.data.token_files.token_file import TokenFile, damaged, verify_token_file
 from narrowgauge.trainer.data.token_files.token_stream import TokenStream
 from narrowgauge.trainer.data.tokenization.formats import TOKENIZER_FILE
 from narrowgauge.trainer.data.tokenization.tokenizer import Tokenizer, load_tokenizer
@@ -93,29 +88,24 @@ def is_corpus(directory: Path) -> bool:
         return False
 
 
-def open_corpus(directory: Path, verify: bool = True) -> Corpus:
-    """Open the prepared corpus in `directory`; with `verify` the digest of every file is checked."""
-    manifest = read_manifest(directory)
-    tokenizer_path = directory / TOKENIZER_FILE
-    if not tokenizer_path.is_file():
-        raise damaged(tokenizer_path, "it is missing")
-    if verify and sha256_of(tokenizer_path, follow_links=True) != manifest.tokenizer_sha256:
-        raise damaged(tokenizer_path, "its sha256 has changed since it was written")
-    for file in manifest.train + manifest.val if verify else ():
-        verify_token_file(directory / file.name, file, manifest.vocab_size)
-    tokenizer = load_tokenizer(tokenizer_path)
+def open_corpus(directory: Path) -> Corpus:
+    """Open the prepared corpus in `directory`; the digest of every file is checked."""
+    manifest, path = read_manifest(directory), directory / TOKENIZER_FILE
+    if not path.is_file():
+        raise damaged(path, "it is missing")
+    if sha256_of(path, follow_links=True) != manifest.tokenizer_sha256:
+        raise damaged(path, "its sha256 has changed since it was written")
+    tokenizer = load_tokenizer(path)
     if tokenizer.vocab_size != manifest.vocab_size:
-        raise damaged(
-            tokenizer_path, f"it has {tokenizer.vocab_size} ids, but the tokens need {manifest.vocab_size}"
-        )
-    train, val = (
-        TokenStream(
-            tuple(open_token_file(directory / file.name, file) for file in files),
-            (tokenizer.end_of_document,),
-        )
-        for files in (manifest.train, manifest.val)
+        raise damaged(path, f"it has {tokenizer.vocab_size} ids, but the tokens need {manifest.vocab_size}")
+
+    def stream(files: list[TokenFile]) -> TokenStream:
+        verified = (verify_token_file(directory / file.name, file, manifest.vocab_size) for file in files)
+        return TokenStream(tuple(verified), (tokenizer.end_of_document,))
+
+    return Corpus(
+        directory, tokenizer, stream(manifest.train), stream(manifest.val), manifest.digest, manifest
     )
-    return Corpus(directory, tokenizer, train, val, manifest.digest, manifest)
 
 
 def read_manifest(directory: Path) -> CorpusManifest:

@@ -1,4 +1,4 @@
-"""Batches: windows of a token stream, with a target for each token.
+"""Batches: windows of a token stream, with a target for each token, made in the background by a loader.
 
 A window is `sequence_length` consecutive tokens; window w starts at token w x sequence_length. Windows do not
 overlap, and every token is an input once an epoch. The target of a token is the next token: y is x shifted by
@@ -13,8 +13,13 @@ IGNORED, unless it is the end-of-document id, which marks how a document ends.
 Shapes: B sequences in a batch, T = sequence_length tokens in a sequence.
 """
 
+import threading
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 import torch
@@ -152,3 +157,69 @@ def _batch(
     x_BT, y_BT = torch.from_numpy(rows)[:, :-1].contiguous(), torch.from_numpy(targets)
     counted = int((targets != IGNORED).sum())
     return Batch(x_BT, y_BT, counted, None if positions is None else torch.from_numpy(positions))
+
+
+class Loader(AbstractContextManager["Loader"]):
+    """An iterator over training batches, prefetched in the background; use it as a context manager.
+
+    Batches depend only on the seed and the sample numbers, never on `workers` or `prefetch`: a run that
+    resumes at a sample gets the same batches, and a checkpoint stores no loader state.
+
+    Args:
+        tokens: The training tokens.
+        seed: Seed of the sample order.
+        firsts: The first sample of each batch (`sample_order.first_samples`).
+        count: Sequences in a batch.
+        sequence_length: Tokens in a sequence.
+        separate_documents: As for `training_batch`.
+        pin: Whether to put batches into pinned memory, for a GPU.
+        prefetch: Number of batches made in advance.
+        workers: Number of threads that make them.
+    """
+
+    def __init__(
+        self,
+        tokens: Source,
+        seed: int,
+        firsts: Iterator[int],
+        count: int,
+        sequence_length: int,
+        separate_documents: bool = False,
+        pin: bool = False,
+        prefetch: int = 8,
+        workers: int = 1,
+    ) -> None:
+        assert prefetch >= 1
+
+        def make(first: int) -> Batch:
+            try:
+                batch = training_batch(tokens, seed, first, count, sequence_length, separate_documents)
+                return batch.pinned() if pin else batch
+            except Exception as error:
+                name = threading.current_thread().name
+                error.add_note(f"in the loader's thread {name}, making the batch of sample {first}")
+                raise
+
+        self._firsts, self._make = firsts, make
+        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="narrowgauge-loader")
+        self._pending: deque[Future[Batch]] = deque()
+        for _ in range(prefetch):
+            self._submit_next()
+
+    def __exit__(self, *error: object) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Batch:
+        """The next batch; an error of the thread that made it is raised here."""
+        if not self._pending:
+            raise StopIteration
+        batch = self._pending.popleft().result()
+        self._submit_next()
+        return batch
+
+    def _submit_next(self) -> None:
+        if (first := next(self._firsts, None)) is not None:
+            self._pending.append(self._pool.submit(self._make, first))

@@ -86,7 +86,8 @@ def checked_tokenizer(opened: OpenFile, chosen: Tokenizer | None) -> Tokenizer:
     """
     path, name, size = opened.path, opened.tokenizer or "", opened.tokens.dtype.itemsize
     file = _find(name)
-    if file is None and chosen is None:
+    made = load_tokenizer(file) if file else chosen
+    if made is None:
         raise UserError(
             f"{path} was made with tokenizer {name!r}, which is not on this machine; name its tokenizer.json "
             "with --data.tokenizer FILE"
@@ -95,8 +96,6 @@ def checked_tokenizer(opened: OpenFile, chosen: Tokenizer | None) -> Tokenizer:
         warnings.warn(
             f"{path}: tokenizer {name!r} is not here, so the chosen one is not compared", stacklevel=2
         )
-    made = chosen if file is None else load_tokenizer(file)
-    assert made is not None
     right_size = 4 if made.library.get_vocab_size() > 1 << 16 else 2
     if (chosen and made.digest != chosen.digest) or size != right_size:
         raise UserError(

@@ -26,19 +26,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from narrowgauge.trainer.data.signatures import PICKLE, ZIP, LlmcMagic
+from narrowgauge.trainer.data.sources.paths import file_type
 from narrowgauge.trainer.data.token_files.datatrove import open_datatrove
 from narrowgauge.trainer.data.token_files.megatron import is_megatron_index, open_megatron
 from narrowgauge.trainer.data.token_files.token_file import HEADER_BYTES, OpenFile, open_token_file, unfit
 
-BARE = "bare uint16"
 _LLM_C = {  # and their vocabularies
     LlmcMagic.TOKENS: ("llm.c uint16", (50257, 50256)),
     LlmcMagic.LLAMA3_TOKENS: ("llm.c uint32", (128256, 128000)),
 }
 # gzip, zstd, bzip2, xz, zip, parquet, PNG, JPEG, PDF, ELF, HDF5, SQLite, UTF-16 of either order
-_NOT_TOKENS: tuple[bytes, ...] = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh", b"\xfd7zXZ", ZIP, b"PAR1")
-_NOT_TOKENS += (b"\x89PNG", b"\xff\xd8\xff", b"%PDF", b"\x7fELF", b"\x89HDF", b"SQLite")
-_NOT_TOKENS += (b"\xff\xfe", b"\xfe\xff")
+_NOT_TOKENS = (
+    *(b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh", b"\xfd7zXZ", ZIP, b"PAR1", b"\x89PNG", b"\xff\xd8\xff"),
+    *(b"%PDF", b"\x7fELF", b"\x89HDF", b"SQLite", b"\xff\xfe", b"\xfe\xff"),
+)
 _PRINTABLE = bytes([9, 10, 13, *range(32, 127)])
 _SAMPLE_BYTES = 1 << 16
 _FEW = 4096  # too few bytes to judge by repetition
@@ -73,7 +74,8 @@ def open_tokens(path: Path) -> OpenFile | None:
     if index.is_file() and is_megatron_index(index):
         return open_megatron(path)
     size = path.stat().st_size
-    if size == 0 or size % 2 or _is_known(path, head) or _is_text(head) or not _repeats(head):
+    is_other = size == 0 or size % 2 or _is_known(path, head) or _is_text(head) or not _repeats(head)
+    if is_other or file_type(path) is not None:  # a bare layout is only a guess, so names of texts exclude it
         return None
     if magic and size >= HEADER_BYTES and not any(head[12:HEADER_BYTES]):
         version, count = struct.unpack("<2i", head[4:12])
@@ -85,7 +87,7 @@ def open_tokens(path: Path) -> OpenFile | None:
             f"save them with a header: numpy.save('ids.npy', numpy.fromfile({path.name!r}, '{dtype}')"
             ".astype('uint32'))",
         )
-    return OpenFile(path, BARE, np.memmap(path, dtype="<u2", mode="r"))
+    return OpenFile(path, "bare uint16", np.memmap(path, dtype="<u2", mode="r"))
 
 
 def _is_known(path: Path, head: bytes) -> bool:

@@ -56,13 +56,11 @@ def is_megatron_index(path: Path) -> bool:
 def open_megatron(path: Path) -> OpenFile:
     """The tokens of `path`, which is NAME.bin or NAME.idx, and the first of each document."""
     index, data = path.with_suffix(".idx"), path.with_suffix(".bin")
-    try:
-        raw = np.memmap(index, dtype=np.uint8, mode="r")
-        size = data.stat().st_size
-    except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
-        reason = error.strerror if isinstance(error, OSError) else "it is empty"
-        missing = index if not index.exists() or isinstance(error, ValueError) else data
-        raise unfit(missing, f"{reason}, and Megatron's tokens are an .idx and a .bin") from None
+    for file in (index, data):
+        if not file.is_file():
+            raise unfit(file, "it is not there, and Megatron's tokens are an .idx and a .bin")
+    raw = np.memmap(index, dtype=np.uint8, mode="r") if index.stat().st_size else np.empty(0, np.uint8)
+    size = data.stat().st_size
     dtype, lengths, places, documents = _index(index, raw)
     ends = places + lengths.astype(np.int64) * dtype.itemsize
     if (lengths < 0).any() or places[:1].any() or (places[1:] != ends[:-1]).any():

@@ -38,7 +38,7 @@ from narrowgauge.system.files import cache_entry, sha256_of, user_path, write_ca
 from narrowgauge.trainer.data.cache import Progress
 from narrowgauge.trainer.data.sources.paths import LINES, TABLE, file_type, visible_files, warn_of_the_rest
 from narrowgauge.trainer.data.token_files import datatrove
-from narrowgauge.trainer.data.token_files.detect import BARE, open_tokens
+from narrowgauge.trainer.data.token_files.detect import open_tokens
 from narrowgauge.trainer.data.token_files.token_file import OpenFile, check_ids, unfit
 from narrowgauge.trainer.data.token_files.token_stream import Dataset, TokenStream, as_mixture
 from narrowgauge.trainer.data.tokenization.formats import tokenizer_files
@@ -67,7 +67,9 @@ def token_files(source: str) -> tuple[Files, Files] | None:
         if path.is_dir():
             candidates = sorted(p for p in path.iterdir() if p.suffix in _ENDINGS and p.name[0] != ".")
             files = [
-                file for p in candidates if p.is_file() and not datatrove.is_idle(p) and (file := _opened(p))
+                file
+                for p in candidates
+                if p.is_file() and not datatrove.is_idle(p) and (file := open_tokens(p))
             ]
             if not files:
                 return None
@@ -84,11 +86,11 @@ def token_files(source: str) -> tuple[Files, Files] | None:
             pairs = _matches(_with_word(source, "train", "val"))
             return train, val or [file for file in pairs if file.path not in known]
         path = _data_of(path)
-        if not path.is_file() or not (file := _opened(path)):
+        if not path.is_file() or not (file := open_tokens(path)):
             return None
         pair = [Path(_with_word(str(path), *words)) for words in (("val", "train"), ("train", "val"))]
         if pair[0] != pair[1] and all(map(Path.is_file, pair)):
-            first, second = map(_opened, pair)
+            first, second = map(open_tokens, pair)
             if first and second:
                 return [first], [second]
         return [file], []
@@ -134,12 +136,6 @@ def vocabulary_of_files(first: OpenFile) -> int | None:
     return first.vocabulary[0] if first.vocabulary else None
 
 
-def _opened(path: Path) -> OpenFile | None:
-    """The file if it holds tokens; a bare layout is only a guess, so text files are excluded by name."""
-    file = open_tokens(path)
-    return None if file and file.layout == BARE and file_type(path) is not None else file
-
-
 def _data_of(path: Path) -> Path:
     """The file with the ids where one beside it is named, or Megatron's common name; else the path itself."""
     if path.suffix in datatrove.BESIDE and path.with_suffix("").is_file():
@@ -158,7 +154,7 @@ def _matches(pattern: str) -> Files:
     names = sorted(glob.glob(str(user_path(pattern)), recursive=True))
     paths = [Path(n) for n in names if Path(n).is_file() and file_type(Path(n)) is None]
     paths = [path for path in dict.fromkeys(map(_data_of, paths)) if not datatrove.is_idle(path)]
-    opened = [_opened(path) for path in paths]
+    opened = [open_tokens(path) for path in paths]
     files = [file for file in opened if file]
     if files and None in opened:
         raise UserError(
@@ -220,7 +216,7 @@ def _tokenizer(
     source: str, file: OpenFile, name: str | None, largest: int
 ) -> tuple[Tokenizer, tuple[int, ...]]:
     """The tokenizer, and the ids between documents."""
-    stated = file.vocabulary
+    tokenizer, stated = None, file.vocabulary
     if name is not None:
         if name.startswith("bpe-"):
             raise UserError(
@@ -230,20 +226,16 @@ def _tokenizer(
         tokenizer = make_tokenizer(name, [])
     elif tokenizer_files(file.path.parent):
         tokenizer = load_tokenizer(file.path.parent)
-    elif file.tokenizer is not None:
-        tokenizer = datatrove.checked_tokenizer(file, None)
-    elif stated:
-        tokenizer = ids_tokenizer(*stated)
-    elif largest == _GPT2_SIZE - 1:
-        tokenizer = ids_tokenizer(_GPT2_SIZE, largest)
-    else:
+    elif stated or (largest == _GPT2_SIZE - 1 and file.tokenizer is None):
+        tokenizer = ids_tokenizer(*(stated or (_GPT2_SIZE, largest)))
+    if file.tokenizer is not None and not (name or "").startswith("ids-"):
+        tokenizer = datatrove.checked_tokenizer(file, tokenizer)
+    if tokenizer is None:
         raise UserError(
             f"{file.path} ({file.layout}) does not state which tokenizer made it, and its largest id is "
             f"{largest}; name one with --data.tokenizer FILE, or use the ids as they are with "
             f"--data.tokenizer ids-{largest + 2}"
         )
-    if file.tokenizer is not None and not (name or "").startswith("ids-"):
-        datatrove.checked_tokenizer(file, tokenizer)
     # Llama 3 ends a document with one id, and llm.c separates documents with another.
     of_layout = {stated[1]} if stated and stated[0] == tokenizer.vocab_size else set()
     return tokenizer, tuple(sorted({tokenizer.end_of_document} | of_layout))

@@ -178,12 +178,13 @@ def open_token_file(path: Path, expected: TokenFile | None = None) -> Tokens:
     return np.memmap(path, dtype=dtype, mode="r", offset=HEADER_BYTES, shape=(count,))
 
 
-def verify_token_file(path: Path, expected: TokenFile, vocab_size: int) -> None:
-    """Read all of `path` and compare it with the facts recorded when it was written."""
+def verify_token_file(path: Path, expected: TokenFile, vocab_size: int) -> Tokens:
+    """The tokens of `path`, all read and compared with the facts recorded when it was written."""
     tokens = open_token_file(path, expected)
     check_ids(path, tokens, vocab_size, damaged)
     if sha256_of(path, follow_links=True) != expected.sha256:
         raise damaged(path, "its sha256 has changed since it was written")
+    return tokens
 
 
 def check_ids(path: Path, tokens: Tokens, vocab_size: int, fault: Fault) -> None:

@@ -27,9 +27,7 @@ of github.com/meta-llama/llama3; `encoder.py` of github.com/openai/gpt-2.
 """
 
 import base64
-import binascii
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
@@ -42,14 +40,6 @@ TOKENIZER_FILE = "tokenizer.json"
 _PAIRS = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
 _RANK_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} [0-9]+")
 _KINDS = "tokenizer.json, GPT-2's vocab.json with its merges.txt, or a tiktoken file"
-
-
-@dataclass(frozen=True)
-class _Encoding:
-    """What a tiktoken file lacks: how text is cut into pieces, and the special tokens."""
-
-    pattern: str
-    special: dict[str, int]
 
 
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -82,14 +72,15 @@ _LLAMA3_SPECIAL = {f"<|{name}|>": 128000 + i for i, name in _LLAMA3_NAMED.items(
     f"<|reserved_special_token_{number}|>": 128000 + i for number, i in enumerate(_LLAMA3_RESERVED)
 }
 _END, _MIDDLES = "<|endoftext|>", ("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>")
-_ENCODINGS = {
-    50256: _Encoding(_GPT2, {_END: 50256}),
-    100256: _Encoding(
+# For each number of ranks what a tiktoken file lacks: how text is cut into pieces, and the special tokens.
+_ENCODINGS: dict[int, tuple[str, dict[str, int]]] = {
+    50256: (_GPT2, {_END: 50256}),
+    100256: (
         _CL100K,
         {_END: 100257, "<|endofprompt|>": 100276} | {name: 100258 + i for i, name in enumerate(_MIDDLES)},
     ),
-    128000: _Encoding(_LLAMA3, _LLAMA3_SPECIAL),
-    199998: _Encoding(_O200K, {_END: 199999, "<|endofprompt|>": 200018}),
+    128000: (_LLAMA3, _LLAMA3_SPECIAL),
+    199998: (_O200K, {_END: 199999, "<|endofprompt|>": 200018}),
 }
 
 
@@ -168,24 +159,22 @@ def byte_level_bpe(
 
 def _tiktoken(content: bytes) -> Library:
     ranks = _ranks(content)
-    encoding = _ENCODINGS.get(len(ranks))
-    if encoding is None:
+    if len(ranks) not in _ENCODINGS:
         known = ", ".join(map(str, _ENCODINGS))
         raise ValueError(
             f"it has {len(ranks)} ranks, which matches no known encoding (known: {known}); "
             "convert it to a tokenizer.json"
         )
+    pattern, special = _ENCODINGS[len(ranks)]
     letters = byte_characters()
     spelled = {token: "".join(letters[byte] for byte in token) for token in ranks}
     merges = []
     for token in sorted(ranks, key=ranks.__getitem__):
         cuts = [(token[:i], token[i:]) for i in range(1, len(token))]
         merges += [(spelled[a], spelled[b]) for a, b in cuts if a in ranks and b in ranks]
-    vocabulary = {spelled[token]: rank for token, rank in ranks.items()} | encoding.special
-    library = byte_level_bpe(vocabulary, merges, encoding.pattern, ignore_merges=True)
-    library.add_special_tokens(
-        [AddedToken(name, special=True, normalized=False) for name in encoding.special]
-    )
+    vocabulary = {spelled[token]: rank for token, rank in ranks.items()} | special
+    library = byte_level_bpe(vocabulary, merges, pattern, ignore_merges=True)
+    library.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in special])
     return library
 
 
@@ -201,7 +190,7 @@ def _ranks(content: bytes) -> dict[bytes, int]:
                 raise ValueError
             word, rank = line.split()
             token = base64.b64decode(word, validate=True)
-        except (ValueError, binascii.Error):
+        except ValueError:  # and binascii's
             raise ValueError(f"line {number} is not base64 and a rank") from None
         if token in ranks or int(rank) in seen:
             raise ValueError(f"line {number} repeats a token or a rank")

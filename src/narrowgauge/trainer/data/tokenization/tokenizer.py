@@ -70,13 +70,17 @@ class Tokenizer:
         Raises:
             UserError: the text has a lone surrogate, or a word or character without an id.
         """
-        utf8 = _utf8(text)
+        try:
+            utf8 = text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise UserError(
+                f"the text holds half a surrogate pair (U+{ord(text[error.start]):04X}) at character "
+                f"{error.start}, which UTF-8 cannot encode; remove it"
+            ) from None
         return list(utf8) if self.is_bytes else self._guard.checked(text, self._ids(text), self._ids)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` of each text, on all cores."""
-        for text in texts:
-            _utf8(text)  # refuses what the library would
         try:
             encodings = self.library.encode_batch_fast(list(texts), add_special_tokens=False)
         except Exception as error:  # as in `_ids`
@@ -168,39 +172,35 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
 def make_tokenizer(name: str, texts: Iterable[str]) -> Tokenizer:
     """The tokenizer called `name`; `bpe-N` is trained on `texts`."""
-    if name == "bytes":
+    kind, entries = _built_in(name)
+    if kind == "bytes":
         return bytes_tokenizer()
-    if entries := _entries("ids", name):
+    if kind == "ids":
         return ids_tokenizer(entries, entries - 1)
-    if entries := _bpe_entries(name):
-        return train_bpe(texts, entries)
-    return load_tokenizer(_existing(name))
+    return train_bpe(texts, entries) if kind == "bpe" else load_tokenizer(_existing(name))
 
 
 def tokenizer_identity(name: str) -> str:
     """What determines the ids of a text: the name of a built-in tokenizer, or the digest of its files."""
-    if name == "bytes" or _bpe_entries(name) or _entries("ids", name):
+    if _built_in(name)[0]:
         return name
     content = b"".join(file.read_bytes() for file in tokenizer_files(_existing(name)))
     return "sha256:" + hashlib.sha256(content).hexdigest()
 
 
-def _bpe_entries(name: str) -> int | None:
-    """N of `bpe-N`; None for another name."""
-    entries = _entries("bpe", name)
-    if entries and entries < 257:
+def _built_in(name: str) -> tuple[str, int]:
+    """The kind of a built-in tokenizer and its N; "" for another name."""
+    match = re.fullmatch(r"bytes|(bpe|ids)-([1-9][0-9]*)", name)
+    if match is None or match[1] is None:
+        return (name if match else ""), 0
+    kind, digits = match.groups()
+    if len(digits) > 7:  # the library allocates memory for all N entries at once
+        raise UserError(f"tokenizer {name!r} is too large: a vocabulary has at most {kind}-9999999 entries")
+    if kind == "bpe" and int(digits) < 257:
         raise UserError(
             f"tokenizer {name!r} is too small: 256 bytes and the end of a document need at least bpe-257"
         )
-    return entries
-
-
-def _entries(prefix: str, name: str) -> int | None:
-    """N of `PREFIX-N`; None for another name."""
-    match = re.fullmatch(prefix + r"-([1-9][0-9]*)", name)
-    if match and len(match[1]) > 7:  # the library allocates memory for all N entries at once
-        raise UserError(f"tokenizer {name!r} is too large: a vocabulary has at most {prefix}-9999999 entries")
-    return int(match[1]) if match else None
+    return kind, int(digits)
 
 
 def _existing(name: str) -> Path:
@@ -263,13 +263,3 @@ def _cannot_encode(error: Exception) -> UserError:
         f"the tokenizer has no id for a word of the text ({error}); a run on token ids whose "
         "tokenizer is unknown expects ids as text, as in '464 3290'"
     )
-
-
-def _utf8(text: str) -> bytes:
-    try:
-        return text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise UserError(
-            f"the text holds half a surrogate pair (U+{ord(text[error.start]):04X}) at character "
-            f"{error.start}, which UTF-8 cannot encode; remove it"
-        ) from None
