@@ -11,52 +11,24 @@ pairwise at the end. So the digits depend on no vector width, number of threads 
 A unit of work is the query heads that share a key-value head, of one sequence. Its keys and values are held as
 float32, its scores for ROWS queries at a time. */
 
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
+#include "bf16.h"
 
+/* A vector of W floats, which a compiler maps to the registers of the machine; MR rows of a tile fill them. */
 #if defined(__AVX512F__)
-#include <immintrin.h>
 #define W 16
 #define MR 8
-typedef __m512 vec;
-#define LOAD(p) _mm512_loadu_ps(p)
-#define STORE(p, v) _mm512_storeu_ps(p, v)
-#define ALL(x) _mm512_set1_ps(x)
-#define FMA(a, b, c) _mm512_fmadd_ps(a, b, c)
-#elif defined(__AVX2__) && defined(__FMA__)
-#include <immintrin.h>
+#elif defined(__AVX__)
 #define W 8
 #define MR 4
-typedef __m256 vec;
-#define LOAD(p) _mm256_loadu_ps(p)
-#define STORE(p, v) _mm256_storeu_ps(p, v)
-#define ALL(x) _mm256_set1_ps(x)
-#define FMA(a, b, c) _mm256_fmadd_ps(a, b, c)
-#elif defined(__ARM_NEON)
-#include <arm_neon.h>
+#else
 #define W 4
 #define MR 8
-typedef float32x4_t vec;
-#define LOAD(p) vld1q_f32(p)
-#define STORE(p, v) vst1q_f32(p, v)
-#define ALL(x) vdupq_n_f32(x)
-#define FMA(a, b, c) vfmaq_f32(c, a, b)
-#else
-#define W 1
-#define MR 4
-typedef float vec;
-#define LOAD(p) (*(p))
-#define STORE(p, v) (*(p) = (v))
-#define ALL(x) (x)
-#define FMA(a, b, c) ((a) * (b) + (c))
 #endif
+typedef float vec __attribute__((vector_size(4 * W), aligned(4), may_alias));
+#define AT(p) (*(vec *)(p))
 
 #define ROWS 8
 #define LANES 16
-#define RESTRICT __restrict__
-#define INLINE static inline __attribute__((always_inline))
-
 typedef struct {
   const uint16_t *q, *k, *v, *out, *grad; /* bf16; (batch, head, token) strides, elements of a head contiguous */
   uint16_t *y, *dq, *dk, *dv;
@@ -66,15 +38,6 @@ typedef struct {
   int64_t y_strides[3], dq_strides[3], dk_strides[3], dv_strides[3];
   float scale;
 } Attention;
-
-INLINE float as_float(uint32_t bits) { float x; memcpy(&x, &bits, 4); return x; }
-INLINE uint32_t as_bits(float x) { uint32_t bits; memcpy(&bits, &x, 4); return bits; }
-
-/* The bits of a float32 rounded to bf16, to nearest even; NaN stays NaN. */
-INLINE uint32_t rounded(float x) {
-  uint32_t bits = as_bits(x), up = bits + 0x7FFFu + (bits >> 16 & 1);
-  return x == x ? up & 0xFFFF0000u : 0x7FC00000u;
-}
 
 /* e^x for x <= 0, 0 below -87: 2^n times a polynomial of the rest (Cephes, expf). */
 INLINE float exponential(float x) {
@@ -92,10 +55,21 @@ INLINE float exponential(float x) {
   return p * as_float((as_bits(shifted) + 127u) << 23) * under;
 }
 
+/* e^(scale z - m) of the n scores of a row, and zeros up to `padded`. */
+static void exponentials(float *RESTRICT z, int64_t n, int64_t padded, float scale, float m) {
+  for (int64_t s = 0; s < padded; s++) {
+    float e = exponential(z[s] * scale - m);
+    z[s] = s < n ? e : 0.0f;
+  }
+}
+
+/* From here on every product that is added to something is exact, so that both may be one instruction. */
+#pragma GCC optimize("fp-contract=fast")
+
 /* Rows of bf16 as float32. */
 static void widen(const uint16_t *RESTRICT from, int64_t stride, int64_t rows, int64_t dim, float *RESTRICT to) {
   for (int64_t t = 0; t < rows; t++)
-    for (int64_t h = 0; h < dim; h++) to[t * dim + h] = as_float((uint32_t)from[t * stride + h] << 16);
+    for (int64_t h = 0; h < dim; h++) to[t * dim + h] = wide(from[t * stride + h]);
 }
 
 /* The same, transposed: [dim, padded]. */
@@ -105,65 +79,42 @@ static void widen_across(const float *RESTRICT from, int64_t rows, int64_t dim, 
       for (int64_t i = s; i < s + 16 && i < rows; i++) to[h * padded + i] = from[i * dim + h];
 }
 
-static void narrow(const float *RESTRICT from, float factor, int64_t stride, int64_t rows, int64_t dim,
-                   uint16_t *RESTRICT to) {
+static void narrow_rows(const float *RESTRICT from, float factor, int64_t stride, int64_t rows, int64_t dim, uint16_t *RESTRICT to) {
   for (int64_t t = 0; t < rows; t++)
-    for (int64_t h = 0; h < dim; h++) to[t * stride + h] = (uint16_t)(rounded(from[t * dim + h] * factor) >> 16);
+    for (int64_t h = 0; h < dim; h++) to[t * stride + h] = narrow(from[t * dim + h] * factor);
 }
 
-/* c[r, 0 : nv W] = sum over i < n of a[r, i] b[i, 0 : nv W], in the order of i; `rows` and `nv` are constants. */
-INLINE void tile(int rows, int nv, int64_t n, const float *a, int64_t lda, const float *b, int64_t ldb, float *c,
-                 int64_t ldc) {
+/* c[r, 0 : nv W] (+)= sum over i < n of a[r, i] b[i, 0 : nv W], in the order of i; `rows`, `nv` and `adds` are
+constants. An element of a lies at a[r * across + i * along]. */
+INLINE void tile(int rows, int nv, int adds, int64_t n, const float *a, int64_t across, int64_t along, const float *b, int64_t ldb, float *c, int64_t ldc) {
+#pragma STDC FP_CONTRACT ON
   vec sum[MR][2];
   for (int r = 0; r < rows; r++)
-    for (int j = 0; j < nv; j++) sum[r][j] = ALL(0.0f);
-  for (int64_t i = 0; i < n; i++) {
-    vec right[2];
-    for (int j = 0; j < nv; j++) right[j] = LOAD(b + i * ldb + j * W);
-    for (int r = 0; r < rows; r++) {
-      vec left = ALL(a[r * lda + i]);
-      for (int j = 0; j < nv; j++) sum[r][j] = FMA(left, right[j], sum[r][j]);
-    }
-  }
+    for (int j = 0; j < nv; j++) sum[r][j] = adds ? AT(c + r * ldc + j * W) : (vec){0};
+  for (int64_t i = 0; i < n; i++)
+    for (int r = 0; r < rows; r++)
+      for (int j = 0; j < nv; j++) sum[r][j] = sum[r][j] + a[r * across + i * along] * AT(b + i * ldb + j * W);
   for (int r = 0; r < rows; r++)
-    for (int j = 0; j < nv; j++) STORE(c + r * ldc + j * W, sum[r][j]);
+    for (int j = 0; j < nv; j++) AT(c + r * ldc + j * W) = sum[r][j];
 }
 
 /* c = a b for ROWS rows of a, `columns` a multiple of 16. */
-static void multiply(int64_t n, int64_t columns, const float *a, int64_t lda, const float *b, int64_t ldb, float *c,
-                     int64_t ldc) {
+static void multiply(int64_t n, int64_t columns, const float *a, int64_t lda, const float *b, int64_t ldb, float *c, int64_t ldc) {
   for (int64_t r = 0; r < ROWS; r += MR) {
     int64_t j = 0;
-    for (; j + 2 * W <= columns; j += 2 * W) tile(MR, 2, n, a + r * lda, lda, b + j, ldb, c + r * ldc + j, ldc);
-    for (; j < columns; j += W) tile(MR, 1, n, a + r * lda, lda, b + j, ldb, c + r * ldc + j, ldc);
+    for (; j + 2 * W <= columns; j += 2 * W) tile(MR, 2, 0, n, a + r * lda, lda, 1, b + j, ldb, c + r * ldc + j, ldc);
+    for (; j < columns; j += W) tile(MR, 1, 0, n, a + r * lda, lda, 1, b + j, ldb, c + r * ldc + j, ldc);
   }
 }
 
-INLINE void add_tile(int nv, const float *a, int64_t lda, const float *b, int64_t ldb, float *c, int64_t ldc) {
-  vec sum[4][2];
-  for (int s = 0; s < 4; s++)
-    for (int j = 0; j < nv; j++) sum[s][j] = LOAD(c + s * ldc + j * W);
-  for (int r = 0; r < ROWS; r++) {
-    vec right[2];
-    for (int j = 0; j < nv; j++) right[j] = LOAD(b + r * ldb + j * W);
-    for (int s = 0; s < 4; s++) {
-      vec left = ALL(a[r * lda + s]);
-      for (int j = 0; j < nv; j++) sum[s][j] = FMA(left, right[j], sum[s][j]);
-    }
-  }
-  for (int s = 0; s < 4; s++)
-    for (int j = 0; j < nv; j++) STORE(c + s * ldc + j * W, sum[s][j]);
-}
-
-/* c[s] += sum over ROWS rows r of a[r, s] b[r], in their order; `keys` a multiple of 4. */
+/* c[s] += sum over ROWS rows r of a[r, s] b[r], in their order; `keys` a multiple of 8. */
 static void add_outer(int64_t keys, int64_t dim, const float *a, int64_t lda, const float *b, float *c) {
-  for (int64_t s = 0; s < keys; s += 4) {
+  for (int64_t s = 0; s < keys; s += MR) {
     int64_t j = 0;
-    for (; j + 2 * W <= dim; j += 2 * W) add_tile(2, a + s, lda, b + j, dim, c + s * dim + j, dim);
-    for (; j < dim; j += W) add_tile(1, a + s, lda, b + j, dim, c + s * dim + j, dim);
+    for (; j + 2 * W <= dim; j += 2 * W) tile(MR, 2, 1, ROWS, a + s, 1, lda, b + j, dim, c + s * dim + j, dim);
+    for (; j < dim; j += W) tile(MR, 1, 1, ROWS, a + s, 1, lda, b + j, dim, c + s * dim + j, dim);
   }
 }
-
 INLINE float pairwise(const float *lanes) {
   float half[LANES];
   memcpy(half, lanes, sizeof half);
@@ -203,14 +154,6 @@ static float row_max(const float *x, int64_t n) {
   return most;
 }
 
-/* e^(scale z - m) of the n scores of a row, and zeros up to `padded`. */
-static void exponentials(float *RESTRICT z, int64_t n, int64_t padded, float scale, float m) {
-  for (int64_t s = 0; s < padded; s++) {
-    float e = exponential(z[s] * scale - m);
-    z[s] = s < n ? e : 0.0f;
-  }
-}
-
 static int64_t up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 
 static const uint16_t *at(const uint16_t *x, const int64_t *strides, int64_t b, int64_t n, int64_t t) {
@@ -225,11 +168,11 @@ int attention_forward(const Attention *p, int64_t first, int64_t last) {
   const int64_t T = p->tokens, H = p->dim, S = up(T + ROWS, 32), groups = p->heads / p->kv_heads;
   float *memory = calloc((size_t)(3 * S * H + ROWS * (S + 2 * H)), sizeof(float));
   if (!memory) return 1;
-  float *wide = memory, *k = wide + S * H, *v = k + S * H, *z = v + S * H, *q = z + ROWS * S, *y = q + ROWS * H;
+  float *keys = memory, *k = keys + S * H, *v = k + S * H, *z = v + S * H, *q = z + ROWS * S, *y = q + ROWS * H;
   for (int64_t unit = first; unit < last; unit++) {
     const int64_t b = unit / p->kv_heads, kv = unit % p->kv_heads;
-    widen(at(p->k, p->k_strides, b, kv, 0), p->k_strides[2], T, H, wide);
-    widen_across(wide, T, H, S, k);
+    widen(at(p->k, p->k_strides, b, kv, 0), p->k_strides[2], T, H, keys);
+    widen_across(keys, T, H, S, k);
     widen(at(p->v, p->v_strides, b, kv, 0), p->v_strides[2], T, H, v);
     for (int64_t n = kv * groups; n < (kv + 1) * groups; n++)
       for (int64_t t = 0; t < T; t += ROWS) {
@@ -241,10 +184,10 @@ int attention_forward(const Attention *p, int64_t first, int64_t last) {
           stats[0] = row_max(row, t + r + 1) * p->scale;
           exponentials(row, t + r + 1, seen, p->scale, stats[0]);
           stats[1] = 1.0f / row_sum(row, seen);
-          for (int64_t s = 0; s < seen; s++) row[s] = as_float(rounded(row[s] * stats[1]));
+          for (int64_t s = 0; s < seen; s++) row[s] = wide(narrow(row[s] * stats[1]));
         }
         multiply(t + rows, H, z, S, v, H, y, H);
-        narrow(y, 1.0f, p->y_strides[2], rows, H, (uint16_t *)at(p->y, p->y_strides, b, n, t));
+        narrow_rows(y, 1.0f, p->y_strides[2], rows, H, (uint16_t *)at(p->y, p->y_strides, b, n, t));
       }
   }
   free(memory);
@@ -286,17 +229,17 @@ int attention_backward(const Attention *p, int64_t first, int64_t last) {
           exponentials(of, t + r + 1, seen, p->scale, stats[0]);
           for (int64_t s = 0; s < seen; s++) {
             float probability = of[s] * inverse;
-            low[s] = as_float(rounded(probability));
-            d[s] = as_float(rounded(probability * (d[s] - delta)));
+            low[s] = wide(narrow(probability));
+            d[s] = wide(narrow(probability * (d[s] - delta)));
           }
         }
         multiply(t + rows, H, ds, S, k, H, dq, H);
-        narrow(dq, p->scale, p->dq_strides[2], rows, H, (uint16_t *)at(p->dq, p->dq_strides, b, n, t));
-        add_outer(up(t + rows, 4), H, ds, S, q, dk);
-        add_outer(up(t + rows, 4), H, p_bf16, S, grad, dv);
+        narrow_rows(dq, p->scale, p->dq_strides[2], rows, H, (uint16_t *)at(p->dq, p->dq_strides, b, n, t));
+        add_outer(up(t + rows, 8), H, ds, S, q, dk);
+        add_outer(up(t + rows, 8), H, p_bf16, S, grad, dv);
       }
-    narrow(dk, p->scale, p->dk_strides[2], T, H, (uint16_t *)at(p->dk, p->dk_strides, b, kv, 0));
-    narrow(dv, 1.0f, p->dv_strides[2], T, H, (uint16_t *)at(p->dv, p->dv_strides, b, kv, 0));
+    narrow_rows(dk, p->scale, p->dk_strides[2], T, H, (uint16_t *)at(p->dk, p->dk_strides, b, kv, 0));
+    narrow_rows(dv, 1.0f, p->dv_strides[2], T, H, (uint16_t *)at(p->dv, p->dv_strides, b, kv, 0));
   }
   free(memory);
   return 0;

@@ -32,7 +32,7 @@ from narrowgauge.system.files import cache_directory, make_directory, open_regul
 from narrowgauge.system.operating_system import is_private, user_id
 from narrowgauge.system.processes import output_of
 
-SOURCES = ("narrow.h", "scales.h", "narrow.c", "attention.c", "layers.c", "team.c")
+SOURCES = ("bf16.h", "narrow.h", "scales.h", "narrow.c", "attention.c", "layers.c")
 _FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared")
 #: Uses the first that the compiler knows; by default GCC leaves half of AVX-512's width unused.
 _FOR_THIS_CPU = ("-march=native -mprefer-vector-width=512", "-march=native", "-mcpu=native", "")

@@ -8,7 +8,7 @@ called.
 Arithmetic on small values passes through subnormal numbers, on which CPUs are slow, so the bf16 values of
 codes are read from a table that `formats.decode` fills.
 
-The threads of torch's OpenMP share the units of a pass (`team.c`). After an operation of torch they spin for
+The threads of torch's OpenMP share the units of a pass (`join_team`). After an operation of torch they spin for
 some milliseconds, so threads of another pool would wait for their cores.
 """
 
@@ -347,7 +347,7 @@ def call(name: str, one: ctypes.Structure, units: int, elements: int) -> None:
 
 
 class _Team(ctypes.Structure):
-    """The struct `Team` of `team.c`, field by field."""
+    """The struct `Team` of `narrow.c`."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("function", "one")),

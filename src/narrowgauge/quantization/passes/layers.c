@@ -4,25 +4,7 @@ Each line does the operations of torch's plain code in its order, each rounded a
 same. Sums over a row or over tokens stay with torch, which adds in its order: a pass writes what is to be
 summed, and another reads the sum. */
 
-#include <stdint.h>
-#include <string.h>
-
-#define RESTRICT __restrict__
-#define INLINE static inline __attribute__((always_inline))
-
-INLINE float wide(uint16_t x) {
-  uint32_t bits = (uint32_t)x << 16;
-  float value;
-  memcpy(&value, &bits, 4);
-  return value;
-}
-
-/* To nearest even; NaN stays NaN. */
-INLINE uint16_t narrow(float x) {
-  uint32_t bits;
-  memcpy(&bits, &x, 4);
-  return x == x ? (uint16_t)((bits + 0x7FFFu + (bits >> 16 & 1)) >> 16) : 0x7FC0;
-}
+#include "bf16.h"
 
 INLINE float rounded(float x) { return wide(narrow(x)); }
 

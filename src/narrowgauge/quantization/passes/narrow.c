@@ -71,7 +71,7 @@ static const float *spread(const Narrow *p, const Unit *u, const float *of, int6
 static void load(const Narrow *p, int64_t index, int64_t n, float *RESTRICT x) {
   if (p->x_type == BFLOAT16) {
     const uint16_t *RESTRICT from = (const uint16_t *)p->x + index;
-    for (int64_t k = 0; k < n; k++) x[k] = as_float((uint32_t)from[k] << 16);
+    for (int64_t k = 0; k < n; k++) x[k] = wide(from[k]);
   } else {
     memcpy(x, (const float *)p->x + index, n * sizeof(float));
   }
@@ -131,10 +131,7 @@ static void store(const Narrow *p, int64_t index, int64_t n, const float *RESTRI
     return;
   }
   uint16_t *RESTRICT to = (uint16_t *)p->out + index;
-  for (int64_t k = 0; k < n; k++) {
-    const uint32_t bits = as_bits(t[k]), nearest = (bits + 0x7FFFu + (bits >> 16 & 1)) >> 16;
-    to[k] = (uint16_t)((bits & 0x7FFFFFFFu) > 0x7F800000u ? 0x7FC0u : nearest);
-  }
+  for (int64_t k = 0; k < n; k++) to[k] = narrow(t[k]);
 }
 
 /* The codes of values on the grid: their quanta, after those of the binades below (formats/codes.py has the same). */
@@ -454,4 +451,21 @@ int decode_pass(const Narrow *p, int64_t begin, int64_t end) {
   uint16_t *RESTRICT out = p->out;
   for (int64_t k = begin; k < end; k++) out[k] = table[x[k]];
   return 0;
+}
+
+/* A pass that the threads of torch's OpenMP share: each calls `join_team` once. */
+typedef struct {
+  int (*pass)(const void *one, int64_t start, int64_t end);
+  const void *one;
+  int64_t units, parts, taken; /* parts: equal ranges of units; taken: how many have an owner */
+  int32_t failed;
+} Team;
+
+/* Compute parts until all are taken, so the team may have any size. */
+void join_team(Team *team) {
+  int64_t part;
+  while ((part = __atomic_fetch_add(&team->taken, 1, __ATOMIC_RELAXED)) < team->parts) {
+    const int64_t start = team->units * part / team->parts, end = team->units * (part + 1) / team->parts;
+    if (team->pass(team->one, start, end)) __atomic_store_n(&team->failed, 1, __ATOMIC_RELAXED);
+  }
 }

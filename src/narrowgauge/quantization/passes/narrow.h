@@ -1,12 +1,7 @@
 /* The records of a pass over a tensor, and the rounding of one value; shared by narrow.c and scales.h. */
 
-#include <math.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
+#include "bf16.h"
 
-#define RESTRICT __restrict__
-#define INLINE static inline __attribute__((always_inline))
 #define FLOAT_MAX 3.40282347e38f
 #define STRIP 1024 /* columns of a unit, at least; whole blocks */
 
@@ -51,9 +46,6 @@ typedef struct { /* one tensor */
 typedef struct { int64_t batch, grid_row, first, last, row0, row1, blocks, entry; } Unit;
 
 typedef struct { float amax[STRIP], encode[STRIP], block[STRIP], finite[STRIP], above[STRIP]; } Scales;
-
-INLINE float as_float(uint32_t bits) { float x; memcpy(&x, &bits, 4); return x; }
-INLINE uint32_t as_bits(float x) { uint32_t bits; memcpy(&bits, &x, 4); return bits; }
 
 /* A number to the grid; `uniform` is for STOCHASTIC only. NaN stays NaN, as every comparison with it is false. */
 INLINE float rounded(const Grid *p, float x, int rounding, int random_bits, float uniform) {
