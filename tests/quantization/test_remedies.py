@@ -38,12 +38,6 @@ def test_ms_amps_fp4_cases_with_power_of_two_scales():
     assert torch.equal(by_column.abs(), expected.abs())
 
 
-@pytest.mark.parametrize(("amax", "encode"), [(10.0, 32.0), (10000.0, 1 / 32), (448.0, 1.0), (0.0, 1.0)])
-def test_ms_amps_power_of_two_scale(amax, encode):
-    q = ng.quantize(torch.tensor([amax, 0.0]), make_cast({"cast": "e4m3", "power_of_two": True}))
-    assert q.scales.item() == 1 / encode
-
-
 @pytest.mark.parametrize("kind", ["normal", "zeros", "ties", "infinite", "nan", "negative nan", "one"])
 def test_quantiles_counted_from_bits_are_elements_of_the_sorted_tensor(kind):
     x = normal(50, 77, seed=1).bfloat16()

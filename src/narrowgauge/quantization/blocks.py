@@ -69,7 +69,7 @@ class Blocks:
         y = y.reshape([g * b for g, b in zip(self.grid, self.size, strict=True)])
         if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
             return _first_elements(y, list(self.shape))
-        return _narrowed(y, self.shape)
+        return y[tuple(map(slice, self.shape))]
 
     def align(self, scales: torch.Tensor) -> torch.Tensor:
         """View scales in the shape of the grid so that they broadcast over a split tensor."""
@@ -78,22 +78,14 @@ class Blocks:
         return scales
 
 
-def _narrowed(y: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """The first `shape[dim]` elements along each dimension, as a view."""
-    for dim, n in enumerate(shape):
-        if y.shape[dim] != n:
-            y = y.narrow(dim, 0, n)
-    return y
-
-
 @torch.library.custom_op("narrowgauge::first_elements", mutates_args=())
 def _first_elements(y: torch.Tensor, shape: list[int]) -> torch.Tensor:
-    """`_narrowed` as a copy, and as a single operator of a compiled graph.
+    """The first `shape[dim]` elements along each dimension, copied by a single operator of a compiled graph.
 
     Otherwise Inductor (torch 2.13, CPU) fuses the slice with the loops over blocks, and its C++ omits the
     vector tail: elements of the last, padded block stay uninitialized.
     """
-    return _narrowed(y, shape).clone(memory_format=torch.contiguous_format)
+    return y[tuple(map(slice, shape))].clone(memory_format=torch.contiguous_format)
 
 
 @_first_elements.register_fake

@@ -19,7 +19,7 @@ from typing import Any
 
 from narrowgauge.formats import Format, format
 from narrowgauge.quantization.cast_rules import require_valid
-from narrowgauge.quantization.keys import ROUNDED, Consumer, Keys
+from narrowgauge.quantization.keys import KEYS, ROUNDED, Consumer, Keys
 from narrowgauge.system.once import compute_all
 
 
@@ -38,9 +38,8 @@ class Cast(Keys):
         compute_all(self)
 
     def __repr__(self) -> str:
-        values = self.values()
-        shown = ((key, values[key]) for key in self.changed_keys)
-        keys = (f"{key}={v.name if isinstance(v, Format) else repr(v)}" for key, v in shown)
+        shown = {key: getattr(self, key) for key in self.changed_keys}
+        keys = (f"{key}={v.name if isinstance(v, Format) else repr(v)}" for key, v in shown.items())
         return f"Cast({', '.join([repr(self.name), *keys])})"
 
     def __hash__(self) -> int:
@@ -60,9 +59,7 @@ class Cast(Keys):
     @cached_property
     def lacking(self) -> dict[Consumer, tuple[str, ...]]:
         """What `unsupported` answers for each consumer."""
-        return {
-            t: tuple(key for key in self.changed_keys if t not in self.consumers()[key]) for t in Consumer
-        }
+        return {c: tuple(k for k in self.changed_keys if c not in KEYS[k].consumers) for c in Consumer}
 
     @cached_property
     def changed_keys(self) -> tuple[str, ...]:
@@ -82,14 +79,12 @@ class Cast(Keys):
     @cache
     def defaults(cls) -> MappingProxyType[str, Any]:
         """The default of each key; `MISSING` for the element."""
-        return MappingProxyType({f.name: f.default for f in fields(cls) if f.name != "name"})
+        return MappingProxyType({f.name: f.default for f in fields(Keys)})
 
-    @classmethod
-    @cache
-    def consumers(cls) -> MappingProxyType[str, Consumer]:
-        """The consumers that support each key; none supports one that is not declared."""
-        declared = {f.name: f.metadata.get("key") for f in fields(cls) if f.name != "name"}
-        return MappingProxyType({key: one.consumers if one else Consumer(0) for key, one in declared.items()})
+    @staticmethod
+    def consumers() -> dict[str, Consumer]:
+        """The consumers that support each key."""
+        return {name: key.consumers for name, key in KEYS.items()}
 
     @cached_property
     def is_scaled(self) -> bool:
@@ -161,16 +156,14 @@ class Cast(Keys):
     @cached_property
     def to_nearest(self) -> "Cast":
         """The cast with elements and scales rounded to nearest."""
-        changes = {"rounding": "nearest-even", "scale_rounding": "nearest-even"}
-        return self.having(**changes) if self.is_random else self
+        nearest = "nearest-even"
+        return self.having(rounding=nearest, scale_rounding=nearest) if self.is_random else self
 
     @cached_property
     def of_the_rest(self) -> "Cast":
         """The cast of the channels that are not kept in another one."""
-        changes = {
-            key: self.defaults()[key] for key in ("keep_channels", "keep_cast", "keep_steps", "keep_every")
-        }
-        return self if not self.keep_cast else replace(self, **changes)
+        keys = ("keep_channels", "keep_cast", "keep_steps", "keep_every")
+        return self.having(**{key: self.defaults()[key] for key in keys}) if self.keep_cast else self
 
     @cached_property
     def uncorrected(self) -> "Cast":

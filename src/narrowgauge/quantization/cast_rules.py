@@ -1,11 +1,10 @@
 """What makes a cast valid: known names, bounds, and what its keys need of each other."""
 
 from collections.abc import Iterator
-from dataclasses import fields
 from typing import Any
 
 from narrowgauge.formats import RANDOM_BITS, Format, format
-from narrowgauge.quantization.keys import E8M0_RULES, ROUNDED, SCALES, Key
+from narrowgauge.quantization.keys import E8M0_RULES, KEYS, ROUNDED, SCALES
 from narrowgauge.system.errors import UserError, unknown
 
 #: (key, whether its value is valid, the rule as a clause), which holds for a value other than the default.
@@ -15,8 +14,7 @@ _ALWAYS = ("scale", "scale_rule")  # keys that other keys need, so that their de
 
 def require_valid(cast: Any) -> None:
     """Refuse a cast with an unknown name, a value out of bounds, or incompatible keys."""
-    declared: dict[str, Key] = {f.name: f.metadata["key"] for f in fields(cast) if "key" in f.metadata}
-    for name, key in declared.items():
+    for name, key in KEYS.items():
         value = "row" if name == "tensor_scale" and cast.outer_columns else getattr(cast, name)
         if key.among and value not in key.among:
             raise unknown(key.word or name, str(value), filter(None, key.among))

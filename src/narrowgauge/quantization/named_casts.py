@@ -36,10 +36,7 @@ def _mx(element: str) -> Table:
     return {"element": element, "block": 32, "scale": "e8m0"}
 
 
-def _nv(block: int | list[int]) -> Table:
-    return {"element": "e2m1", "block": block, "scale": "e4m3", "tensor_scale": "tensor"}
-
-
+_NV: Table = {"element": "e2m1", "scale": "e4m3", "tensor_scale": "tensor"}
 SHORTHANDS: Mapping[str, Table] = {
     "fp32": {"element": "fp32"},
     "bf16": {"element": "bf16"},
@@ -57,8 +54,8 @@ SHORTHANDS: Mapping[str, Table] = {
     "mxfp6-e3m2": _mx("e3m2"),
     "mxfp4": _mx("e2m1"),
     "mxint8": _mx("int8"),
-    "nvfp4": _nv(16),
-    "nvfp4-2d": _nv([16, 16]),
+    "nvfp4": {**_NV, "block": 16},
+    "nvfp4-2d": {**_NV, "block": [16, 16]},
     "fp4-row": {"element": "e2m1", "block": "row"},
 }
 
@@ -175,13 +172,11 @@ def make_cast(value: str | Table | Format | Cast) -> Cast:
         )
     _check_keys(value)
     changes = dict(value)
-    name = changes.pop("cast", "(none named)" if "element" not in changes else None)
-    if name is None:
+    if "element" in changes and "cast" not in changes:
         fields = _fields(changes)
         return _named(Cast(name=_described(fields), **fields))
-    base = cast(name)
-    fields = _fields(changes, base)
-    made = base.having(**fields)
+    base = cast(changes.pop("cast", "(none named)"))
+    made = base.having(**_fields(changes, base))
     return made if _identity(made) == _identity(base) else _named(made.having(name=_described(made.values())))
 
 
@@ -256,24 +251,17 @@ def _block(value: Any) -> tuple[int, int] | None:
 
 def _described(fields: Table) -> str:
     """A name for an unnamed cast: "e2m1-1x16-e5m3"."""
-    match fields.get("block"):
-        case None:
-            block = "tensor"
-        case (1, 0):
-            block = "row"
-        case (rows, columns):
-            block = f"{rows}x{columns}"
-    scale, tensor_scale = fields.get("scale", "none"), fields.get("tensor_scale", "none")
-    words = [fields["element"].name] + ([] if scale == "none" else [block, scale])
-    return "-".join(words + ([] if tensor_scale == "none" else [f"per-{tensor_scale}"]))
+    block: tuple[int, int] | None = fields.get("block")
+    shape = "tensor" if block is None else "row" if block == (1, 0) else f"{block[0]}x{block[1]}"
+    scale, outer = fields.get("scale", "none"), fields.get("tensor_scale", "none")
+    words = [fields["element"].name] + ([] if scale == "none" else [shape, scale])
+    return "-".join(words + ([] if outer == "none" else [f"per-{outer}"]))
 
 
 def _named(made: Cast) -> Cast:
     """The cast, renamed to the shorthand for its element, block and scale if there is one."""
-    for name in SHORTHANDS:
-        if _identity(cast(name)) == _identity(made):
-            return made.having(name=name)
-    return made
+    names = (name for name in SHORTHANDS if _identity(cast(name)) == _identity(made))
+    return made.having(name=next(names, made.name))
 
 
 def values_of(name: str, x: torch.Tensor, axis: int) -> torch.Tensor:
@@ -287,13 +275,11 @@ def values_of(name: str, x: torch.Tensor, axis: int) -> torch.Tensor:
 
     if x.device.type == "meta":  # a plan counts bytes, and functions may look at numbers
         return torch.empty_like(x)
-    axis %= x.ndim
-    is_last = axis == x.ndim - 1
-    given = x if is_last else x.transpose(axis, -1).contiguous()
+    given = x.transpose(axis, -1).contiguous()
     with torch.no_grad():
         values = _FUNCTIONS[name](given.detach())
     _require_like(name, values, given)
-    return values if is_last else values.transpose(axis, -1)
+    return values.transpose(axis, -1)
 
 
 def _check(name: str, function: Function, dtype: torch.dtype) -> None:
@@ -326,7 +312,7 @@ def _require_like(name: str, values: object, x: torch.Tensor) -> None:
         raise UserError(
             f"cast {name!r}: the function returns {type(values).__name__}, and a tensor is needed"
         )
-    if values.shape != x.shape or values.dtype != x.dtype:
+    if (values.shape, values.dtype) != (x.shape, x.dtype):
         raise UserError(
             f"cast {name!r}: the function makes {values.dtype} of shape {tuple(values.shape)} from {x.dtype} "
             f"of shape {tuple(x.shape)}; return the same shape and dtype"

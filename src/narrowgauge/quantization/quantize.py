@@ -1,8 +1,8 @@
 """Quantizes a tensor and restores it.
 
 `quantize` gives the codes and scales that would be stored; `emulate` gives what a GEMM on them would see: the
-same values in a high-precision dtype, so that any device can compute with them. Both round through `narrow`,
-so an emulated GEMM uses exactly the values that are stored.
+same values in a high-precision dtype, so that any device can compute with them. Both round in one function
+of an engine, so an emulated GEMM uses exactly the values that are stored.
 
 One engine rounds the elements of a tensor that is split into blocks (`passes.in_c` on a CPU, else
 `passes.in_torch`), in one pass if no scale depends on more than its block. What does is found before
@@ -106,8 +106,7 @@ class QTensor:
         """
         if dtype not in (wide := (*_DTYPES, torch.float64)):
             raise UserError(f"dtype = {dtype}: it must be one of {', '.join(map(str, wide))}")
-        scale = self.blocks.align(self.scales) if self.scales.ndim else self.scales
-        numbers = self._times_above(self._numbers(scale))
+        numbers = self._numbers(with_outer=True)
         numbers = numbers if self.mean is None else numbers + self.mean
         if self.channels is not None and self.kept is not None:
             numbers = torch.where(self.channels, self.kept, numbers)
@@ -119,21 +118,22 @@ class QTensor:
         dtype = operand_dtype(self.cast, dtype)
         if self.cast.block is None:
             return decode(self.codes, self.cast.element, dtype), self.scales
-        numbers = self._numbers(self.blocks.align(self.scales))
-        if self.cast.has_row_scales:
-            return self._times_above(numbers), None
-        scale = None if self.cast.tensor_scale == "none" else self.tensor_scale
-        return numbers.to(dtype), scale
+        numbers = self._numbers(self.cast.has_row_scales)
+        is_apart = self.cast.tensor_scale == "tensor"
+        return numbers.to(dtype), self.tensor_scale if is_apart else None
 
-    def _times_above(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Values times their second-level scale, in place."""
-        columns = self.cast.outer_columns
-        axis = [size > 1 for size in self.blocks.size].index(True) if columns else 0
-        return _times_above(numbers, self.tensor_scale, columns, axis)
-
-    def _numbers(self, scale: torch.Tensor) -> torch.Tensor:
-        """Elements times the scales of their blocks."""
-        return self.blocks.merge(self.blocks.split(decode(self.codes, self.cast.element)) * scale)
+    def _numbers(self, with_outer: bool) -> torch.Tensor:
+        """Elements times the scales of their blocks, and perhaps times the outer scale."""
+        numbers, blocks, outer = decode(self.codes, self.cast.element), self.blocks, self.tensor_scale
+        numbers = blocks.split(numbers) * (blocks.align(self.scales) if self.scales.ndim else self.scales)
+        if with_outer and (columns := self.cast.outer_columns):
+            axis = [size > 1 for size in blocks.size].index(True)
+            outer = outer.repeat_interleave(columns // blocks.size[axis], axis).narrow(
+                axis, 0, blocks.grid[axis]
+            )
+        if with_outer:
+            numbers.mul_(blocks.align(outer) if outer.ndim else outer)
+        return blocks.merge(numbers)
 
     def packed(self) -> torch.Tensor:
         """The element bytes as stored, without scales: two FP4 codes per byte, four FP6 codes in three."""
@@ -249,22 +249,21 @@ def emulate_in_context(
     is_plain, dtype = cast.block is None and not cast.adds_to_operand, operand_dtype(cast, dtype)
     result = "values" if is_plain else "stored"
     prepared, blocks, (values, block, outer) = _narrowed(x, cast, axis, context, result, dtype)
-    operand = blocks.merge(values)
     if not cast.adds_to_operand:
-        return operand, block.reshape(()) if is_plain else outer
-    if outer is not None:
-        _times_above(operand, _above(prepared.x, outer, blocks, cast, axis), cast.outer_columns, axis)
+        return blocks.merge(values), block.reshape(()) if is_plain else outer
+    operand = blocks.merge(values if outer is None else values.mul_(outer))
     return prepared.restored(operand, cast), None
 
 
 def _narrowed(
     x: torch.Tensor, cast: Cast, axis: int, context: QuantContext, result: str, dtype: torch.dtype
 ) -> tuple[Prepared, Blocks, Narrowed]:
-    """A tensor after its transforms, its blocks, and what `narrow` makes of it."""
+    """A tensor after its transforms, its blocks, and its elements and scales (`passes.in_torch.narrow`)."""
     prepared = prepared_by(x, cast, axis, context)
     blocks, context = blocks_of(prepared.x.shape, cast, axis), context.drawn_for(prepared.x, cast)
-    split = Split(blocks.split(prepared.x), blocks, cast, axis, context)
-    return prepared, blocks, narrow(split, result, dtype)
+    s = Split(blocks.split(prepared.x), blocks, cast, axis, context)
+    engine = in_c if in_c.supports(s.x, blocks, cast, dtype) else in_torch
+    return prepared, blocks, engine.narrow(_known(engine, s), result, dtype)
 
 
 def operand_dtype(cast: Cast, dtype: torch.dtype) -> torch.dtype:
@@ -359,25 +358,6 @@ def _above(
     columns = cast.outer_columns // blocks.size[axis]
     first = torch.arange(0, of_blocks.shape[axis], columns, device=x.device)
     return of_blocks.index_select(axis, first)
-
-
-def _times_above(numbers: torch.Tensor, above: torch.Tensor, columns: int, axis: int) -> torch.Tensor:
-    """Values times their second-level scale, in place; `columns` along `axis` share one, if not 0."""
-    if not columns:
-        return numbers.mul_(above)
-    axis %= numbers.ndim
-    whole, rest = divmod(numbers.shape[axis], columns)
-    groups = numbers.narrow(axis, 0, whole * columns).unflatten(axis, (whole, columns))
-    groups.mul_(above.narrow(axis, 0, whole).unsqueeze(axis + 1))
-    if rest:
-        numbers.narrow(axis, whole * columns, rest).mul_(above.narrow(axis, whole, 1))
-    return numbers
-
-
-def narrow(s: Split, result: str, dtype: torch.dtype) -> Narrowed:
-    """Elements, scales of blocks and outer scale of a split tensor (`passes.in_torch.narrow`)."""
-    engine = in_c if in_c.supports(s.x, s.blocks, s.cast, dtype) else in_torch
-    return engine.narrow(_known(engine, s), result, dtype)
 
 
 def scales_of(s: Split) -> Scales:

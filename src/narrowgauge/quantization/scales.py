@@ -81,10 +81,10 @@ def scales_from(
     random: Randomness = None,
     candidate: float = 0.0,
 ) -> Scales:
-    """The scales of blocks with known amaxes.
+    """The scales of blocks with known amaxes: float32, NaN or infinite where a block is not finite.
 
     Args:
-        amax: float32, NaN or infinite where a block is not finite.
+        amax: The amaxes.
         cast: The cast.
         given: An encoding scale known in advance.
         over: The largest finite magnitude of the tensor or of each row, for casts with an outer scale.
@@ -154,14 +154,7 @@ def _power_of_two(code: torch.Tensor) -> torch.Tensor:
 def rounded_scale(
     amax: torch.Tensor, over: torch.Tensor | None, cast: Cast, random: Randomness, candidate: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Scales that are quotients, rounded to the cast's scale format.
-
-    Args:
-        amax: The amax of each block.
-        over: The amax of the tensor or of its rows, if there is an outer scale.
-        cast: The cast.
-        random: The random bits of scales that are rounded stochastically.
-        candidate: The magnitude that a block's amax is mapped to; 0 for the largest element.
+    """Scales that are quotients, rounded to the cast's scale format; the arguments of `scales_from`.
 
     Returns:
         The divisor of each block's elements (infinite where all become zeros), its scale, and the outer scale

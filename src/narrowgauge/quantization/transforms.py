@@ -86,10 +86,10 @@ def clamp_outliers(x: torch.Tensor, quantile: float, context: QuantContext = DEF
 
 
 @cache
-def _matrix(size: int) -> tuple[tuple[float, ...], ...]:
-    """H / sqrt(size), row by row: H[i][j] = (-1)^popcount(i & j)."""
+def _rows(size: int, signs: tuple[int, ...]) -> list[list[float]]:
+    """D H / sqrt(size), row by row: H[i][j] = (-1)^popcount(i & j)."""
     norm = math.sqrt(size)
-    return tuple(tuple((-1) ** (i & j).bit_count() / norm for j in range(size)) for i in range(size))
+    return [[sign * (-1) ** (i & j).bit_count() / norm for j in range(size)] for i, sign in enumerate(signs)]
 
 
 def transform(size: int, signs: torch.Tensor | Sequence[int], like: torch.Tensor) -> torch.Tensor:
@@ -108,25 +108,18 @@ def _constant(size: int, signs: tuple[int, ...], like: torch.Tensor) -> torch.Te
     is_plain = not torch.compiler.is_compiling() and type(like) in (torch.Tensor, torch.nn.Parameter)
     if is_plain and key in _KEPT:
         return _KEPT[key]
-    rows = [[sign * h for h in row] for sign, row in zip(signs, _matrix(size), strict=True)]
     with torch.inference_mode(False):  # so that any graph may use it
-        constant = torch.tensor(rows, dtype=like.dtype, device=like.device)
+        constant = torch.tensor(_rows(size, signs), dtype=like.dtype, device=like.device)
     if is_plain and type(constant) is torch.Tensor and not is_shape_only(constant):
         _KEPT[key] = constant
     return constant
 
 
 def hadamard(x: torch.Tensor, size: int, axis: int, signs: torch.Tensor | Sequence[int] = ()) -> torch.Tensor:
-    """Transform a tensor along an axis, in groups.
+    """Transform a tensor along an axis, in groups of `size`, a power of two; in x's dtype.
 
-    Args:
-        x: A floating tensor.
-        size: The elements of a group, a power of two.
-        axis: The axis.
-        signs: D, one +1 or -1 for each element of a group; () for the signs of the size.
-
-    Returns:
-        A tensor of x's dtype. The axis is padded with zeros to a multiple of `size`, and keeps that length.
+    `signs` is D, one +1 or -1 for each element of a group; () for the signs of the size. The axis is padded
+    with zeros to a multiple of `size`, and keeps that length.
     """
     if size < 2 or size & (size - 1):
         raise UserError(f"a Hadamard transform of size {size}: the size must be a power of two, such as 16")

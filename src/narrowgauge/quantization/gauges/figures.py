@@ -22,13 +22,28 @@ With a, the amaxes of the blocks:
     binades      up to 16 counts: blocks whose a has the exponent of the largest, one below, ... 15 or more
                  below (or a = 0); trailing zeros are dropped
     scales       [smallest, largest] decoded scale of a block, tensor scale included
-    histogram    magnitudes before and after, in units of the scale: `histogram.py`; narrow formats only
+    histogram    magnitudes before and after, in units of the scale; narrow formats only
 
 If a cast transforms a tensor (Hadamard), x is the transformed tensor. Clamped outliers belong to x. If a cast
 removes the mean over tokens (`center`), x and y exclude it. Channels kept in another cast count toward
 nonfinite, zeros, underflow and all sums; everything else describes the remaining channels. Squares of small
 values underflow in float32, so x and y are first multiplied by a power of two, which is exact. `gauge`
 reduces a tensor to one vector without a GPU sync; `figures` turns the vector into the numbers above.
+
+**The histogram** counts magnitudes in units of their block's scale, where the grid is that of the element
+format: 0, 0.5, 1, 1.5, 2, 3, 4 and 6 for E2M1. Bins are numbered from 1 = 2^0; with n bins per octave, bin b
+begins at
+
+    2^floor(b / n) * (1 + (b mod n) / n)
+
+so a grid value lies at the lower edge of a bin if the format has at most log2 n mantissa bits. Bins reach
+from 6 octaves below the smallest value to 3 above the largest; the first and the last also count what lies
+beyond. n is 4, 2 or 1, the most that fits in `BINS` bins. Zeros are counted separately; non-finite elements
+are skipped.
+
+The histogram samples a few thousand elements, evenly spaced along every dimension, with odd strides: sequence
+and head lengths have many factors of 2, and an even stride would always hit the same positions. In a ragged
+block at the edge of a tensor, padding counts as zeros, before and after.
 """
 
 import math
@@ -41,7 +56,7 @@ from narrowgauge.formats import Format, require_values
 from narrowgauge.quantization.blocks import Blocks, blocks_of, chunks
 from narrowgauge.quantization.cast import Cast
 from narrowgauge.quantization.context import DEFAULT_CONTEXT, QuantContext
-from narrowgauge.quantization.gauges.histogram import WIDTH, counts, histogram
+from narrowgauge.quantization.gauges.bins import BINS, Bins, bins_of
 from narrowgauge.quantization.passes.in_torch import Split
 from narrowgauge.quantization.quantize import block_amax, prepared_by, scales_of
 from narrowgauge.quantization.state.quantized_state import QuantizedState, stored_scales
@@ -49,7 +64,9 @@ from narrowgauge.quantization.transforms import kept_channels, split_channels
 from narrowgauge.system.torch_compat import not_strict
 
 BINADES = 16
-_SLACK = 2.0**-20
+SAMPLE = 4096  # elements of a histogram, roughly
+WIDTH = 2 * (BINS + 1)  # of a histogram in the vector
+_SLACK = 2.0**-20  # a grid value may have lost its last bit in the division by its scale
 _SUMS = ("nonfinite", "zeros", "zeros_before", "largest", "clipped", "error", "noise", "signal")
 _HEAD = ("elements", "factor", "smallest", "median", "amax", "scale_min", "scale_max", *_SUMS)
 _WIDE = 3e38  # the largest bf16 and fp32 values: nothing comes near
@@ -113,16 +130,12 @@ def gauge_state(x: torch.Tensor, stored: QuantizedState) -> torch.Tensor:
     """
     cast, blocks = stored.cast, blocks_of(stored.shape, stored.cast, -1)
     t = {name: tensor.to(x.device) for name, tensor in stored.tensors.items()}
-    scale, largest = None, math.inf if cast.expand else cast.element.max
-    if cast.codebook:
-        scale, largest = blocks.align(t["scales"]), 1.0
-    elif "scale" in t:
-        scale = t["scale"]
-    elif "scales" in t:
+    scale = t.get("scale")
+    if "scales" in t:
         scale = stored_scales(t["scales"], cast)
-        scale = blocks.align(scale) if scale.ndim else scale
-        scale = scale * t.get("tensor_scale", 1.0)
-    grid = None if cast.codebook or largest == math.inf else cast.element
+        scale = (blocks.align(scale) if scale.ndim else scale) * t.get("tensor_scale", 1.0)
+    largest = 1.0 if cast.codebook else math.inf if cast.expand else cast.element.max
+    grid = None if cast.codebook or cast.expand else cast.element
     return gauge(x, stored.read(), blocks, scale, largest, grid)
 
 
@@ -151,7 +164,7 @@ def gauge(
     split, after = blocks.split(x), blocks.split(seen)
     amax = block_amax(split, blocks)
     amax = torch.where(amax.isfinite(), amax, 0.0)
-    ends = _smallest_median_largest(amax)
+    ends = [amax.amin(), amax.median(), amax.amax()] if amax.numel() else [amax.new_zeros(())] * 3
     exponent = ends[2].frexp().exponent
     factor = torch.exp2(-exponent.clamp(-100, 100).double()).float()
     limit = None
@@ -170,7 +183,7 @@ def gauge(
     extremes = torch.stack([factor, *ends, low.amin(), high.amax()]).double()
     bins = torch.zeros(WIDTH, dtype=torch.float64, device=x.device)
     if grid is not None and largest < _WIDE:
-        bins = histogram(split, after, scale, grid)
+        bins = _histogram(split, after, scale, grid)
     return torch.cat([elements, extremes, sums, _binades(amax, exponent), bins])
 
 
@@ -202,13 +215,6 @@ def _sums(
     return torch.cat([counts.double(), sums.double()])
 
 
-def _smallest_median_largest(amax: torch.Tensor) -> list[torch.Tensor]:
-    """Three 0-dim tensors from the amaxes of the blocks."""
-    if not amax.numel():
-        return [amax.new_zeros(())] * 3
-    return [amax.amin(), amax.median(), amax.amax()]
-
-
 def _binades(amax: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
     """The number of blocks whose amax is 0, 1, ... binades below the tensor's: float64 counts."""
     below = torch.where(amax > 0, exponent - amax.frexp().exponent, BINADES).clamp_(max=BINADES - 1)
@@ -222,7 +228,10 @@ def figures(vector: Sequence[float], grid: Format | None = None) -> dict[str, An
     With the element format, it includes a `histogram` if `gauge` made one.
     """
     values, binades = dict(zip(_HEAD, vector, strict=False)), vector[len(_HEAD) : len(_HEAD) + BINADES]
-    bins = None if grid is None else counts(vector[-WIDTH:], grid)
+    bins = None if grid is None else _counted(vector[-WIDTH:], grid)
+    blocks = [int(count) for count in binades]
+    while blocks and not blocks[-1]:
+        del blocks[-1]
     n, unit = max(values["elements"], 1.0), 1 / values["factor"]
     shares = {key: values[key] / n for key in ("nonfinite", "zeros")}
     shares["underflow"] = (values["zeros"] - values["zeros_before"]) / n
@@ -235,16 +244,69 @@ def figures(vector: Sequence[float], grid: Format | None = None) -> dict[str, An
         "mean_error": values["error"] / n * unit,
         "rms": math.sqrt(values["signal"] / n) * unit,
         "amax": [values[key] for key in ("smallest", "median", "amax")],
-        "binades": _without_zeros_at_end([int(count) for count in binades]),
+        "binades": blocks,
         "scales": [values["scale_min"], values["scale_max"]],
         **({} if bins is None else {"histogram": bins}),
     }
 
 
-def _without_zeros_at_end(counts: list[int]) -> list[int]:
-    while counts and not counts[-1]:
-        counts = counts[:-1]
-    return counts
+def _histogram(
+    split: torch.Tensor, after: torch.Tensor, scale: torch.Tensor | None, fmt: Format
+) -> torch.Tensor:
+    """Count a sample of a split tensor before and after: float64 [WIDTH], for `_counted`."""
+    strides, bins = _strides(split.shape), bins_of(fmt)
+    unit = None if scale is None else _sample(scale, strides)
+    return torch.cat([_count(_sample(t, strides), unit, bins) for t in (split, after)])
+
+
+def _counted(vector: Sequence[float], fmt: Format) -> dict[str, Any] | None:
+    """The counts of `_histogram` as a record; None if it was not called.
+
+    It has `zeros` [before, after], and `before` and `after` for each bin from number `first` on.
+    """
+    before, after = ([int(n) for n in vector[i : i + BINS + 1]] for i in (0, BINS + 1))
+    if not sum(before):
+        return None
+    held = [i for i in range(1, BINS + 1) if before[i] or after[i]] or [1]
+    bins, used = bins_of(fmt), slice(held[0], held[-1] + 1)
+    return {
+        "element": fmt.name,
+        "per_octave": bins.per_octave,
+        "first": bins.low * bins.per_octave + held[0] - 1,
+        "zeros": [before[0], after[0]],
+        "before": before[used],
+        "after": after[used],
+    }
+
+
+def _count(x: torch.Tensor, scale: torch.Tensor | None, bins: Bins) -> torch.Tensor:
+    """float64 [BINS + 1]: the number of zeros, then the number of elements in each bin."""
+    x = x.float().abs()
+    units = x * (1 + _SLACK) if scale is None else x / scale * (1 + _SLACK)
+    first = (bins.low + 127) << bins.fine
+    number = (units.view(torch.int32) >> (23 - bins.fine)) - first + 1
+    number = torch.where(units.isfinite(), number.clamp(1, BINS), -1)
+    number = torch.where(x == 0, 0, number)
+    with not_strict():  # counts are integers, exact in any order
+        return torch.histc(number.double(), BINS + 1, 0, BINS + 1)
+
+
+def _strides(shape: Sequence[int]) -> list[int]:
+    """Odd strides that leave about `SAMPLE` elements, nearly equal along dimensions that are long enough."""
+    surplus, wide = math.prod(shape) / SAMPLE, sum(n > 1 for n in shape)
+    strides = []
+    for n in shape:
+        stride = int(max(1.0, min(n, surplus ** (1 / wide)))) if n > 1 else 1
+        stride -= stride % 2 == 0
+        surplus, wide = surplus / stride, wide - (n > 1)
+        strides.append(stride)
+    return strides
+
+
+def _sample(t: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
+    """A view of every stride-th element; a dimension of size 1 keeps its element."""
+    sizes = zip(t.shape, strides, strict=False)  # a 0-dim tensor has no dimension
+    return t[tuple(slice(s // 2, None, s) if n > 1 else slice(None) for n, s in sizes)]
 
 
 def decibels(signal: float, noise: float) -> float | None:

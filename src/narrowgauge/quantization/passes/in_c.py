@@ -8,8 +8,8 @@ called.
 Arithmetic on small values passes through subnormal numbers, on which CPUs are slow, so the bf16 values of
 codes are read from a table that `formats.decode` fills.
 
-The threads of torch's OpenMP share the units of a pass (`join_team`). After an operation of torch they spin for
-some milliseconds, so threads of another pool would wait for their cores.
+The threads of torch's OpenMP share the units of a pass. After an operation of torch they spin for some
+milliseconds, so threads of another pool would wait for their cores.
 """
 
 import ctypes
@@ -104,17 +104,13 @@ class Narrow(ctypes.Structure):
 def supports(
     split: torch.Tensor, blocks: Blocks, cast: Cast | None = None, dtype: torch.dtype = torch.float32
 ) -> bool:
-    """Whether C quantizes a split tensor: a plain CPU tensor with no autograd and no dispatch mode.
+    """Whether C quantizes a split tensor; without a cast, whether it finds the amaxes of its blocks.
 
-    Args:
-        split: The split tensor.
-        blocks: Its blocks.
-        cast: The cast, if more is wanted than the amaxes of blocks.
-        dtype: The dtype of the result.
+    `dtype` is that of the result.
     """
     if not has_library(split) or split.dtype not in (torch.float32, torch.bfloat16) or dtype not in _TYPES:
         return False
-    if cast is not None and _in_c(cast) is None:
+    if cast is not None and not _in_c(cast):
         return False
     is_whole = cast is not None and bool(cast.candidates or cast.correct)
     is_flat = blocks.size[:-2] == (1,) * (len(blocks.size) - 2) or (blocks.is_one and not is_whole)
@@ -167,9 +163,8 @@ def token_sums(x: torch.Tensor) -> torch.Tensor | None:
     """
     if x.ndim != 2 or x.dtype != torch.bfloat16 or not has_library(x):
         return None
-    x, (rows, columns) = x.contiguous(), x.shape
-    sums = torch.empty(1, columns, dtype=torch.float64, device=x.device)
-    sizes = dict(zip(SIZES, (1, rows, columns, rows, 1), strict=True))
+    x, sums = x.contiguous(), torch.empty(1, x.shape[1], dtype=torch.float64, device=x.device)
+    sizes = dict(zip(SIZES, (1, *x.shape, len(x), 1), strict=True))
     _run(x, "sum_pass", Narrow(x=x.data_ptr(), out=sums.data_ptr(), x_type=_TYPES[x.dtype], **sizes))
     return sums
 
@@ -197,9 +192,8 @@ def _amaxes(split: torch.Tensor, blocks: Blocks, only_finite: bool) -> tuple[tor
     split, count = split.contiguous(), 0 if blocks.is_one else blocks.aligned
     found = torch.empty(count, dtype=torch.float32, device=split.device)
     top = torch.zeros((), dtype=torch.float32, device=split.device)
-    one = Narrow(x=split.data_ptr(), x_type=_TYPES[split.dtype], **_sizes(split, blocks))
-    one.only_finite = only_finite
-    one.amax, one.top = found.data_ptr() or None, top.data_ptr()
+    pointers = {"x": split.data_ptr(), "amax": found.data_ptr() or None, "top": top.data_ptr()}
+    one = Narrow(**pointers, x_type=_TYPES[split.dtype], only_finite=only_finite, **_sizes(split, blocks))
     _run(split, "amax_pass", one)
     return found, top
 
@@ -209,9 +203,7 @@ def _narrow(s: Split, result: str, wanted: Mapping[str, torch.Tensor | None]) ->
     x, cast, blocks, over, outer = s.x.contiguous(), s.cast, s.blocks, s.over, None
     fields: dict[str, Any] = _sizes(x, blocks, bool(cast.candidates or result == "sums"))
     fields |= {"x": x.data_ptr(), "x_type": _TYPES[x.dtype], "result": _RESULTS.index(result)}
-    in_c = _in_c(cast)
-    assert in_c is not None, cast  # `supports` has said so
-    fields |= {"cast": ctypes.pointer(in_c), "divides": int(cast.has_rounded_scales)}
+    fields |= {"cast": ctypes.pointer(_in_c(cast)), "divides": int(cast.has_rounded_scales)}
     fields["contracts_columns"] = int(s.axis % len(blocks.size) == len(blocks.size) - 1)
     known = amax(s.x, blocks) if s.amax is None and fields["is_one"] else s.amax
     tensors = {**wanted, "amax": None if known is None else known.contiguous()}
@@ -231,10 +223,8 @@ def _narrow(s: Split, result: str, wanted: Mapping[str, torch.Tensor | None]) ->
             outer = outer[tuple(slice(size) for size in over.shape)]
     if cast.rounding == "stochastic" and result != "scales":
         fields |= _random(s, tensors)
-    one = Narrow(**fields)
-    for name, t in tensors.items():
-        setattr(one, name, None if t is None else t.data_ptr())
-    _run(x, "narrow_pass", one)
+    pointers = {name: t.data_ptr() for name, t in tensors.items() if t is not None}
+    _run(x, "narrow_pass", Narrow(**fields, **pointers))
     return outer
 
 
@@ -252,13 +242,12 @@ def _random(s: Split, tensors: dict[str, torch.Tensor | None]) -> dict[str, Any]
     return {}
 
 
-def _in_c(cast: Cast) -> CastInC | None:
+def _in_c(cast: Cast) -> Any:
     """What a cast says, for C, kept with the cast; None where the passes do not compute it."""
     kept = vars(cast)  # not a dictionary by cast, whose hash and comparison are calls
     if "in_c" not in kept:
         kept["in_c"] = None if passes_gap(cast) else _made(cast)
-    found: CastInC | None = kept["in_c"]
-    return found
+    return kept["in_c"]
 
 
 def _made(cast: Cast) -> CastInC:

@@ -101,18 +101,16 @@ def best(s: Split, random: Randomness = None) -> Scales:
     assert s.amax is not None
     if not s.cast.candidates:
         return scales_from(s.amax, s.cast, s.context.scale, s.over, random)
-    found: Scales | None = None
-    least: torch.Tensor | None = None
-    for candidate in s.cast.candidates:
-        tried = scales_from(s.amax, s.cast, s.context.scale, s.over, random, candidate)
+    first, *others = (
+        scales_from(s.amax, s.cast, s.context.scale, s.over, random, candidate)
+        for candidate in s.cast.candidates
+    )
+    found, least = first, block_errors(s, first)
+    for tried in others:
         error = block_errors(s, tried)
-        if found is None or least is None:
-            found, least = tried, error
-            continue
         is_less = error < least
         encode, block = (torch.where(is_less, a, b) for a, b in zip(tried[:2], found[:2], strict=True))
         found, least = found._replace(encode=encode, block=block), torch.where(is_less, error, least)
-    assert found is not None
     return found
 
 
@@ -134,13 +132,8 @@ def block_errors(s: Split, by: Scales) -> torch.Tensor:
     error = error.abs_() if cast.choose == "mae" else error.square_()
     for dim in sorted(range(len(blocks.size)), key=lambda d: d != contracted):
         if blocks.size[dim] > 1:
-            error = _sum(error, blocks.grid_dim(dim) + 1, by_halves=dim != contracted)
+            error = in_order(error, blocks.grid_dim(dim) + 1, by_halves=dim != contracted)
     return error
-
-
-def in_order(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """The sum along a dimension, in element order."""
-    return _sum(x, dim, by_halves=False)
 
 
 def _rounded(s: Split, by: Scales, result: str, dtype: torch.dtype) -> torch.Tensor:
@@ -169,7 +162,7 @@ def _rounded(s: Split, by: Scales, result: str, dtype: torch.dtype) -> torch.Ten
     return out
 
 
-def _sum(x: torch.Tensor, dim: int, by_halves: bool) -> torch.Tensor:
+def in_order(x: torch.Tensor, dim: int, by_halves: bool = False) -> torch.Tensor:
     """The sum along a dimension, in element order, or by pairwise halves while the length is even."""
     while by_halves and x.shape[dim] > 1 and x.shape[dim] % 2 == 0:
         lower, upper = x.chunk(2, dim)

@@ -93,9 +93,7 @@ class TensorShard:
     """The position of a local tensor in a global one."""
 
     axes: tuple[ShardAxis, ...]  # one for each dimension
-    #: 0-dim float32, the amax of the global tensor if it is already known (`all_reduce_amaxes`), so that
-    #: `reduce_amax` needs no collective
-    global_amax: torch.Tensor | None = None
+    global_amax: torch.Tensor | None = None  # 0-dim float32, of the global tensor, if it is already known
 
     @property
     def shape(self) -> torch.Size:
@@ -123,37 +121,33 @@ class TensorShard:
         return prod(group.size() for group in self.groups)
 
     def reduce_amax(self, amax: torch.Tensor, cast: Cast, axis: int) -> torch.Tensor:
-        """Reduce the amaxes of blocks that this rank shares with others; other blocks are unchanged.
+        """The amaxes of a cast's blocks over all ranks, from those of the local elements.
 
-        NaN and infinity become infinity.
-
-        Args:
-            amax: The amax of the local elements of each block.
-            cast: The cast that the blocks belong to.
-            axis: The contracted dimension.
+        NaN and infinity become infinity where ranks share a block. `axis` is the contracted dimension.
         """
         if cast.block is None and self.global_amax is not None:
             return self.global_amax.expand_as(amax)
         groups: list[dist.ProcessGroup] = []
-        for dim, shard_axis in enumerate(self.axes):
-            extent = self._extent(cast, dim, axis)
-            if shard_axis.groups and extent == 0:
-                groups += shard_axis.groups
-            elif shard_axis.groups and not shard_axis.is_aligned_to(extent):
-                raise _divided(shard_axis, f"blocks of {extent}", cast)
+        for dim in range(len(self.axes)):
+            if extent := self._extent(cast, dim, axis):
+                self.require_aligned(extent, dim, cast, "blocks")
+            else:
+                groups += self.axes[dim].groups
         return all_reduce_max(amax, groups)
 
     def require_aligned(self, size: int, axis: int, cast: Cast, what: str = "transforms") -> None:
         """Refuse transforms of `size` elements along an axis if a rank boundary would divide one."""
-        if self.axes[axis].groups and not self.axes[axis].is_aligned_to(size):
-            raise _divided(self.axes[axis], f"{what} of {size}", cast)
+        whole = self.axes[axis]
+        if whole.groups and not whole.is_aligned_to(size):
+            raise UserError(
+                f"cast {cast.name!r} has {what} of {size}, and dividing {whole.size} entries over the ranks "
+                "would cut some of them; use fewer ranks on that axis of [parallel], or other dimensions"
+            )
 
     def require_full_blocks(self, cast: Cast) -> None:
         """Refuse a sharding of the last dimension that would divide blocks of a state cast."""
         assert cast.block is not None
-        extent = cast.block[1]
-        if self.axes[-1].groups and (extent == 0 or not self.axes[-1].is_aligned_to(extent)):
-            raise _divided(self.axes[-1], f"blocks of {extent or self.axes[-1].size}", cast)
+        self.require_aligned(cast.block[1] or self.axes[-1].size, -1, cast, "blocks")
 
     def global_indices(self, device: torch.device | str) -> torch.Tensor:
         """Row-major index of each local element in the global tensor, int64 of the local shape."""
@@ -221,33 +215,16 @@ class TensorShard:
         )
 
 
-def _divided(axis: ShardAxis, what: str, cast: Cast) -> UserError:
-    return UserError(
-        f"cast {cast.name!r} has {what}, and dividing {axis.size} entries over the ranks would cut some of "
-        "them; use fewer ranks on that axis of [parallel], or other dimensions"
-    )
-
-
 Shards = Sequence[TensorShard | None]
 
 
 def all_reduce_amaxes(tensors: Sequence[torch.Tensor], shards: Shards) -> list[torch.Tensor]:
-    """The amax of each global tensor, 0-dim, infinite where a sharded one is not finite.
-
-    Args:
-        tensors: The local tensors.
-        shards: The shard of each; None for one that is not sharded.
-    """
+    """The amax of each global tensor, 0-dim, infinite where a sharded one is not finite."""
     return _reduce_alike([local_amax(t) for t in tensors], shards, all_reduce_max)
 
 
 def all_reduce_shares(masks: Iterable[torch.Tensor], shards: Shards) -> list[torch.Tensor]:
-    """The fraction of each global tensor's elements for which a bool tensor is true, 0-dim float32.
-
-    Args:
-        masks: The local bool tensors, made one at a time.
-        shards: The shard of each; None for one that is not sharded.
-    """
+    """The fraction of each global tensor's elements for which a bool tensor, made when needed, is true."""
     counts, sizes = [], []
     for shard, mask in zip(shards, masks, strict=True):
         counts.append(torch.count_nonzero(mask))

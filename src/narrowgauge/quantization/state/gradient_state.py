@@ -17,15 +17,15 @@ The applied factor is mu rounded down to a power of two, so that multiplication 
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property
-from typing import Any, NamedTuple
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 
 from narrowgauge.formats import RandomStream
 from narrowgauge.quantization import scales
 from narrowgauge.quantization.cast import Cast
-from narrowgauge.quantization.sharding.shard import TensorShard, all_reduce_amaxes, all_reduce_shares
+from narrowgauge.quantization.sharding.shard import all_reduce_amaxes, all_reduce_shares
 from narrowgauge.quantization.state.proxy import Opened, Proxy
 from narrowgauge.quantization.state.quantized_state import QuantizedState
 from narrowgauge.system.torch_compat import operation_name, wrapper_subclass
@@ -59,10 +59,8 @@ class PreScale:
     def __init__(self, device: torch.device | str = "cpu", mu: float = 1.0) -> None:
         """A factor of `mu`; 0 if the initial value is not known yet (`begin`)."""
         self.mu = mu
-        initial = {"mu": float(mu), "overflowed": UNUSED}
-        self.tensors = {
-            name: torch.full((), x, dtype=torch.float32, device=device) for name, x in initial.items()
-        }
+        full = partial(torch.full, (), dtype=torch.float32, device=device)
+        self.tensors = {"mu": full(mu), "overflowed": full(UNUSED)}
         self._before: dict[str, torch.Tensor] = {}  # this step
 
     def begin_step(self) -> None:
@@ -103,34 +101,6 @@ class PreScale:
         if self.tensors["mu"].is_meta and torch.device(device).type != "meta":
             self.tensors = PreScale(device, self.mu).tensors
         self.tensors = {name: t.to(device) for name, t in self.tensors.items()}
-
-
-class Prescaled(NamedTuple):
-    """A gradient, or a `shard` of one, that is about to be stored under a factor; float32."""
-
-    prescale: PreScale
-    x: torch.Tensor
-    cast: Cast
-    shard: TensorShard | None = None
-
-    def beyond(self, scale: torch.Tensor) -> torch.Tensor:
-        """A mask of the elements that overflow."""
-        return self.x.abs() * scale > self.cast.element.max
-
-
-def prescaled(gradients: Sequence[Prescaled]) -> list[torch.Tensor]:
-    """The encoding scale of each gradient, 0-dim float32; records the share that overflows in its factor.
-
-    Processes with shards agree on all gradients in two collectives: one for amaxes, one for counts of
-    elements that overflow.
-    """
-    shards = [g.shard for g in gradients]
-    amaxes = all_reduce_amaxes([g.x for g in gradients], shards)
-    encode_scales = [g.prescale.scale_for(amax, g.cast) for g, amax in zip(gradients, amaxes, strict=True)]
-    overflow = (g.beyond(scale) for g, scale in zip(gradients, encode_scales, strict=True))
-    for g, share in zip(gradients, all_reduce_shares(overflow, shards), strict=True):
-        g.prescale.see(share)
-    return encode_scales
 
 
 class GradientState(QuantizedState):
@@ -208,27 +178,30 @@ def add_all(
 ) -> None:
     """Add a float32 tensor to each gradient, as `GradientState.add` does.
 
-    Processes that share gradients compute all scales in one collective.
+    Processes that share gradients agree on all of them in two collectives: one for amaxes, and one for counts
+    of elements that overflow under a factor, which are recorded in it.
     """
-    added = list(zip(gradients, tensors, streams, strict=True))
-    for g, x, _ in added:
-        if g.wide is not None:
+    sums: list[tuple[GradientState, torch.Tensor, RandomStream | None]] = []
+    for g, x, stream in zip(gradients, tensors, streams, strict=True):
+        if g.wide is None:
+            sums.append((g, x if g.is_empty else g.read() + x, stream))
+        else:
             g.wide = g.wide + x
             g.count_sum()
-    added = [(g, x, stream) for g, x, stream in added if g.wide is None]
-    sums = [(g, x if g.is_empty else g.read() + x) for g, x, _ in added]
-    factors = [(g, x, g.prescale) for g, x in sums if g.prescale is not None]
+    known = [(g, x) for g, x, _ in sums if g.prescale is not None or g.shares_scale]
+    found = all_reduce_amaxes([x for _, x in known], [g.shard for g, _ in known])
+    amaxes = {g: amax for (g, _), amax in zip(known, found, strict=True)}
+    factors = [(g, x, g.prescale) for g, x in known if g.prescale is not None]
     for g, _, prescale in factors:
         if g.is_empty:
             prescale.begin_step()
-    scales = iter(prescaled([Prescaled(prescale, x, g.cast, g.shard) for g, x, prescale in factors]))
-    sharing = [(g, x) for g, x in sums if g.prescale is None and g.shares_scale]
-    amaxes = iter(all_reduce_amaxes([x for _, x in sharing], [g.shard for g, _ in sharing]))
-    for (g, x), (_, _, stream) in zip(sums, added, strict=True):
-        if g.prescale is not None:
-            g.write(x, stream, encode_scale=next(scales))
-        else:
-            g.write(x, stream, amax=next(amaxes) if g.shares_scale else None)
+    scales = {g: prescale.scale_for(amaxes[g], g.cast) for g, _, prescale in factors}
+    overflow = (x.abs() * scales[g] > g.cast.element.max for g, x, _ in factors)
+    shares = all_reduce_shares(overflow, [g.shard for g, _, _ in factors])
+    for (_, _, prescale), share in zip(factors, shares, strict=True):
+        prescale.see(share)
+    for g, x, stream in sums:
+        g.write(x, stream, encode_scale=scales.get(g), amax=amaxes.get(g))
         g.count_sum()
 
 

@@ -16,6 +16,7 @@ for an optimizer is changed by this package's alone, and any other write to it i
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,7 +99,7 @@ class NarrowTensor(Proxy):
         if (device, dtype) != (self.device, self.dtype):
             for state in record.by_place().values():
                 state.move(device)
-            _become(self, torch.nn.Parameter(NarrowTensor(self, record, dtype), self.requires_grad))
+            _become(self, NarrowTensor(self, record, dtype), record)
 
     @property
     def data(self) -> torch.Tensor:
@@ -115,21 +116,17 @@ class NarrowTensor(Proxy):
         with torch.no_grad():
             self.detach().copy_(value)
 
-    def data_ptr(self) -> int:
-        """Refuse an address: the values lie nowhere in memory."""
-        raise _has_no_memory(self)
+    def data_ptr(self) -> Any:
+        """Refuse an address, and a storage: the values lie nowhere in memory."""
+        raise UserError(
+            f"a weight that is kept as {self.narrowgauge.cast.name!r} has no memory with its values: take a "
+            "copy, weight.detach().clone(), or the model's state_dict()"
+        )
 
-    def storage(self) -> Any:
-        """Refuse a storage, as `data_ptr` refuses an address."""
-        raise _has_no_memory(self)
+    storage = data_ptr
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         """A weight with its own record; of a view or a shard, its values."""
-        from copy import deepcopy
-
-        if id(self) in memo:
-            copied: torch.Tensor = memo[id(self)]
-            return copied
         if self.views or not self.is_leaf or self.narrowgauge.gathering is not None:
             copied = self.detach().clone()
         else:
@@ -148,16 +145,16 @@ class NarrowTensor(Proxy):
         A layer ties its pickled record to the parameter again (`nn.Linear`).
         """
         values = self.detach().clone()
-        if isinstance(self, torch.nn.Parameter):
-            return torch.nn.Parameter(values, self.requires_grad).__reduce_ex__(protocol)
-        return values.__reduce_ex__(protocol)
+        is_parameter = isinstance(self, torch.nn.Parameter)
+        plain = torch.nn.Parameter(values, self.requires_grad) if is_parameter else values
+        return plain.__reduce_ex__(protocol)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         """The names of the stored tensors, for tracers."""
         if self.views:
             raise UserError("a view of a weight in low precision cannot be traced: trace the weight itself")
-        names = [f"inner_{name}" for name in self.narrowgauge.require_weight().tensors]
-        return names, (self.narrowgauge, self.dtype)
+        stored = self.narrowgauge.require_weight().tensors
+        return [f"inner_{name}" for name in stored], (self.narrowgauge, self.dtype)
 
     def __getattr__(self, name: str) -> Any:
         """The stored tensors by the names of `__tensor_flatten__`, and FSDP2's methods of a shard."""
@@ -207,37 +204,31 @@ class NarrowTensor(Proxy):
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         """The values, and the cast that stores them."""
-        cast = self.narrowgauge.cast
         shown = f"shape={tuple(self.shape)}" if self.is_meta else repr(self.detach().clone())
-        return f"NarrowTensor({shown}, cast={cast.name!r})"
+        return f"NarrowTensor({shown}, cast={self.narrowgauge.cast.name!r})"
 
 
 def make_narrow(p: torch.nn.Parameter, record: ParamState) -> None:
     """Turn a parameter into the weight of a record; it stays the same object, for optimizers that hold it."""
     shape = torch.empty(p.shape, device="meta")  # contiguous, as the stored tensors are
-    _become(p, torch.nn.Parameter(NarrowTensor(shape, record, p.dtype), p.requires_grad))
-    attach_state(p, record)
+    _become(p, NarrowTensor(shape, record, p.dtype), record)
 
 
 def make_narrow_shard(p: DTensor, record: ParamState) -> None:
     """Turn the local tensor of a parameter that FSDP2 has sharded into the weight of a record."""
-    if isinstance(local_tensor(p), NarrowTensor):
-        return
-    shape = torch.empty(record.require_weight().shape, device="meta")
-    shard = as_shard(NarrowTensor(shape, record, torch.float32), p)
-    _become(p, torch.nn.Parameter(shard, p.requires_grad))
-    attach_state(p, record)
+    if not isinstance(local_tensor(p), NarrowTensor):
+        shape = torch.empty(record.require_weight().shape, device="meta")
+        _become(p, as_shard(NarrowTensor(shape, record, torch.float32), p), record)
 
 
 def make_plain(p: torch.nn.Parameter, values: torch.Tensor) -> None:
     """Turn a narrow weight into an ordinary parameter with values in its dtype."""
-    record = state_of(p)
-    _become(p, torch.nn.Parameter(values.to(p.dtype), p.requires_grad))
-    attach_state(p, record)
+    _become(p, values.to(p.dtype), state_of(p))
 
 
-def _become(p: torch.Tensor, other: torch.nn.Parameter) -> None:
-    """Put another parameter's content in a parameter, which keeps its attributes and hooks."""
+def _become(p: torch.Tensor, content: torch.Tensor, record: ParamState) -> None:
+    """Put other content in a parameter, which keeps its attributes and hooks, and gets the record."""
+    other = torch.nn.Parameter(content, p.requires_grad)
     vars(other).update({k: v for k, v in vars(p).items() if k not in _OWN})
     try:
         torch.utils.swap_tensors(p, other)
@@ -247,6 +238,7 @@ def _become(p: torch.Tensor, other: torch.nn.Parameter) -> None:
             "convert or move the model before the forward pass, or after its results are dropped"
         ) from error
     attach_hooks_again(p)
+    attach_state(p, record)
 
 
 def _view(x: NarrowTensor, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -344,26 +336,17 @@ def _require_writable(record: ParamState, operation: str) -> None:
 
     An update rounded to nearest is often lost, and two in a row (decay, then step) are rounded twice.
     """
-    cast = record.cast
+    weight = f"change a weight that is kept as {record.cast.name!r}"
     if record.is_traced:
         raise UserError(
-            f"{operation} in compiled code cannot change a weight that is kept as {cast.name!r}, because "
-            "compiled code does not know its master: run it under "
-            "torch.compiler.set_stance('force_eager')"
+            f"{operation} in compiled code cannot {weight}, because compiled code does not know its master: "
+            "run it under torch.compiler.set_stance('force_eager')"
         )
     if record.has_gradient:
         raise UserError(
-            f"{operation} cannot change a weight that is kept as {cast.name!r} while its gradient waits for "
-            "an optimizer: update it with narrowgauge.AdamW, or drop the gradient first (zero_grad)"
+            f"{operation} cannot {weight} while its gradient waits for an optimizer: update it with "
+            "narrowgauge.AdamW, or drop the gradient first (zero_grad)"
         )
-
-
-def _has_no_memory(x: NarrowTensor) -> UserError:
-    cast = x.narrowgauge.cast
-    return UserError(
-        f"a weight that is kept as {cast.name!r} has no memory with its values: take a copy, "
-        "weight.detach().clone(), or the model's state_dict()"
-    )
 
 
 class SavedWeight(Proxy):

@@ -20,7 +20,7 @@ it with itself. Torch makes new objects without a record in three places:
 
 from collections.abc import Mapping
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, Protocol
 
@@ -116,11 +116,8 @@ class ParamState:
     def with_weight(self, tensors: Mapping[str, torch.Tensor]) -> "ParamState":
         """A record of the weight alone, with other stored tensors of the same names."""
         weight = copy(self.require_weight())
-        weight.tensors = dict(tensors)
-        weight.device = next(iter(weight.tensors.values())).device
-        record = copy(self)
-        record.weight, record.master, record.gradient, record.is_traced = weight, None, None, True
-        return record
+        weight.tensors, weight.device = dict(tensors), next(iter(tensors.values())).device
+        return replace(self, weight=weight, master=None, gradient=None, is_traced=True)
 
     def write(self, x: torch.Tensor) -> None:
         """Give the master new values and the weight the master's, both rounded to nearest, as in a step."""
@@ -159,8 +156,8 @@ class ParamState:
 
 def state_of(p: torch.Tensor) -> ParamState:
     """The record of a parameter, to be read: an empty one, not attached, if it has none."""
-    state: ParamState | None = getattr(p, _ATTRIBUTE, None)
-    return ParamState() if state is None else state
+    state: ParamState = getattr(p, _ATTRIBUTE, None) or ParamState()
+    return state
 
 
 def ensure_state(p: torch.Tensor) -> ParamState:
@@ -216,12 +213,8 @@ class NarrowGradParameter(torch.nn.Parameter):
     """A parameter in fp32 whose gradient is stored in a cast; `grad` decodes it for any other code.
 
     Autograd holds a `NarrowGradient`, to which it adds. Reading `grad` in Python decodes the gradient to
-    float32, which it remains until it is dropped.
-
-    It is a property, and not that tensor, for the sake of what Python does with a gradient. A scaler divides
-    it, clipping multiplies it, an optimizer adds decay: the tensor would have to become float32 at the first
-    write anyway. And it would be decoded at each read: three times in a step of torch's AdamW, four times in
-    one of NAdam. Between micro-batches both hold the same bytes, the cast's.
+    float32, which it remains until it is dropped: a scaler, clipping and an optimizer's decay write to it
+    anyway, and torch's AdamW reads it three times in a step.
     """
 
     @property

@@ -107,7 +107,7 @@ class QuantizedState:
 
     def _zeros(self) -> dict[str, torch.Tensor]:
         zeros = torch.zeros(self.shape, dtype=torch.float32, device=self.device)
-        return self._encoded(zeros, shard=self.shard)
+        return self._encoded(zeros, None, None, self.shard)
 
     def _blank(self) -> dict[str, torch.Tensor]:
         """`_zeros` on the meta device: real zeros are encoded once for each shape and cast."""
@@ -144,7 +144,8 @@ class QuantizedState:
         tensor_scale = t.get("tensor_scale", torch.ones((), dtype=torch.float32, device=codes.device))
         x = QTensor(codes, stored_scales(t["scales"], cast), None, tensor_scale, cast, blocks).dequantize()
         if cast.expand:
-            x = blocks.merge(contract(blocks.split(x), RangeExpansion(t["k"], t["c"])))
+            y = blocks.split(x)
+            x = blocks.merge(y.sign() * y.abs() ** (1 / t["k"]) * t["c"])
         return x.contiguous()
 
     @property
@@ -186,14 +187,13 @@ class QuantizedState:
         """Start copying from the host to the GPU, in parallel with other work, for the next `read`."""
         if not self.is_apart:
             return
-        if self.device.type != "cuda":
-            self.prefetched = _Prefetched(self._copies(), None, self._versions())
-            return
-        stream = _copies(self.device)
-        stream.wait_stream(torch.cuda.current_stream(self.device))  # any copy back is complete then
-        with torch.cuda.stream(stream):
+        stream = _copies(self.device) if self.device.type == "cuda" else None
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream(self.device))  # any copy back is complete then
+        with torch.cuda.stream(stream):  # None changes nothing
             copies = self._copies()
-        self.prefetched = _Prefetched(copies, stream.record_event(), self._versions())
+        event = None if stream is None else stream.record_event()
+        self.prefetched = _Prefetched(copies, event, self._versions())
 
     @property
     def is_apart(self) -> bool:
@@ -242,9 +242,9 @@ class QuantizedState:
     def _encoded(
         self,
         x: torch.Tensor,
-        stream: RandomStream | None = None,
-        encode_scale: torch.Tensor | None = None,
-        shard: TensorShard | None = None,
+        stream: RandomStream | None,
+        scale: torch.Tensor | None,
+        shard: TensorShard | None,
     ) -> dict[str, torch.Tensor]:
         """The new contents of `tensors` for the values `x`."""
         cast = self.cast
@@ -256,19 +256,18 @@ class QuantizedState:
         if stream is None and cast.is_random:
             cast = cast.to_nearest
         if cast.element.bits == 16:
-            values, scale = emulate_in_context(x, cast, -1, torch.float32, QuantContext(stream, shard=shard))
-            assert scale is not None
-            return {"values": values.to(torch_dtype(cast.element)), "scale": scale}
+            values, by = emulate_in_context(x, cast, -1, torch.float32, QuantContext(stream, shard=shard))
+            assert by is not None
+            return {"values": values.to(torch_dtype(cast.element)), "scale": by}
         blocks, extra = self._blocks(), {}
         if shard is not None and (cast.codebook or cast.expand):
             shard.require_full_blocks(cast)
         if cast.codebook:
             return _in_codebook(x, cast.codebook, blocks)
         if cast.expand:
-            split = blocks.split(x)
-            e = range_expansion(split.abs(), blocks.inner, cast.element)
-            x, extra = blocks.merge(expand(split, e)), e._asdict()
-        q = quantize_in_context(x, cast, -1, QuantContext(stream, scale=encode_scale, shard=shard))
+            split, k, c = _expanded(blocks.split(x), blocks.inner, cast.element)
+            x, extra = blocks.merge(split), {"k": k, "c": c}
+        q = quantize_in_context(x, cast, -1, QuantContext(stream, scale=scale, shard=shard))
         scales = q.scales if q.scale_codes is None else q.scale_codes
         scales = scales.bfloat16() if cast.scale == "bf16" else scales
         tensor_scale = {} if cast.tensor_scale == "none" else {"tensor_scale": q.tensor_scale}
@@ -298,15 +297,9 @@ def _in_codebook(x: torch.Tensor, name: str, blocks: Blocks) -> dict[str, torch.
     return {"codes": codes, "scales": torch.where(largest.isfinite(), divisor, torch.nan).view(blocks.grid)}
 
 
-class RangeExpansion(NamedTuple):
-    """The inverse parameters of a block: float32, one entry per block, broadcastable over its elements."""
-
-    k: torch.Tensor
-    c: torch.Tensor
-
-
-def range_expansion(magnitudes: torch.Tensor, inner: tuple[int, ...], element: Format) -> RangeExpansion:
-    """The k and c of each block of a split tensor's magnitudes (float32, finite)."""
+def _expanded(x: torch.Tensor, inner: tuple[int, ...], element: Format) -> tuple[torch.Tensor, ...]:
+    """f(x) of a split float32 tensor, and the k and c of each block, inner dimensions kept with size 1."""
+    magnitudes = x.abs()
     largest = magnitudes.amax(inner, keepdim=True)
     smallest = torch.where(magnitudes > 0, magnitudes, math.inf).amin(inner, keepdim=True)
     is_zero = largest == 0
@@ -315,17 +308,8 @@ def range_expansion(magnitudes: torch.Tensor, inner: tuple[int, ...], element: F
     available = math.log2(element.max * element.max / 2)
     k = torch.floor(available / binades * 16) / 16
     k = torch.where(binades > 0, k.clamp(1 / 16, LARGEST_K), 1.0)
-    return RangeExpansion(k, rounded_sqrt(largest) * rounded_sqrt(smallest))
-
-
-def expand(x: torch.Tensor, e: RangeExpansion) -> torch.Tensor:
-    """f from the module docstring."""
-    return x.sign() * (x.abs() / e.c) ** e.k
-
-
-def contract(y: torch.Tensor, e: RangeExpansion) -> torch.Tensor:
-    """The inverse of `expand`."""
-    return y.sign() * y.abs() ** (1 / e.k) * e.c
+    c = rounded_sqrt(largest) * rounded_sqrt(smallest)
+    return x.sign() * (magnitudes / c) ** k, k, c
 
 
 @cache
