@@ -48,10 +48,6 @@ class QuantContext:
     limits: tuple[torch.Tensor, torch.Tensor] | None = None
     amax: torch.Tensor | None = None
 
-    def local(self) -> "QuantContext":
-        """The same context for the local tensor alone: no communication with other processes."""
-        return replace(self, shard=None)
-
     def drawn_for(self, x: torch.Tensor, cast: Cast) -> "QuantContext":
         """The same context with random values drawn in advance if a cast needs them more than once."""
         is_once = cast.rounding != "stochastic" or not (cast.candidates or cast.correct)
@@ -83,12 +79,12 @@ class QuantContext:
         return blocks.split(random) if isinstance(random, torch.Tensor) else random
 
     def random_over_grid(self, blocks: Blocks, cast: Cast, axis: int) -> Randomness:
-        """The source of random bits for the scales of blocks: one value per block.
+        """The random bits of scales that are rounded stochastically: one value per block.
 
         They belong to the block's index in the global grid, in a separate stream. If random values are given,
         a block uses that of its first element.
         """
-        random = self.random
+        random = self.random if cast.scale_rounding == "stochastic" else None
         if isinstance(random, torch.Tensor):
             numbers = blocks.split(random)
             for dim in blocks.inner:

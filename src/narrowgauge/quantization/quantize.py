@@ -386,16 +386,10 @@ def _known(engine: ModuleType, s: Split) -> Split:
         over = context.tensor_amax(top)
     s = s._replace(cast=plain, amax=amax, over=over)
     if is_given:
-        s = s._replace(scales=in_torch.best(s, _bits_of_scales(s)))
+        s = s._replace(scales=in_torch.best(s, context.random_over_grid(s.blocks, plain, s.axis)))
     if cast.correct:
         s = s._replace(scales=_corrected(s._replace(cast=cast), *engine.scales(s, with_sums=True)))
     return s._replace(cast=cast)
-
-
-def _bits_of_scales(s: Split) -> Randomness:
-    """The random bits of scales that are rounded stochastically."""
-    is_random = s.cast.scale_rounding == "stochastic"
-    return s.context.random_over_grid(s.blocks, s.cast, s.axis) if is_random else None
 
 
 def _corrected(s: Split, found: Scales, sums: tuple[torch.Tensor, ...]) -> Scales:
@@ -407,21 +401,14 @@ def _corrected(s: Split, found: Scales, sums: tuple[torch.Tensor, ...]) -> Scale
     factor = torch.where(below == 0, 1.0, above / below)
     factor = factor.repeat_interleave(per_group, dim + 1).flatten(dim, dim + 1)
     scale = torch.where(found.finite, found.block, 1.0) * factor
-    block, _ = rounded(scale, s.cast, _bits_of_scales(s))
+    block, _ = rounded(scale, s.cast, s.context.random_over_grid(s.blocks, s.cast, s.axis))
     return found._replace(block=torch.where(found.finite, block, torch.nan))
 
 
 def estimator_slope(
     w: torch.Tensor, cast: Cast, axis: int, context: QuantContext = DEFAULT_CONTEXT
 ) -> torch.Tensor:
-    """The slope of rounding at each element of a weight, float32 in the weight's shape.
-
-    Args:
-        w: The weight in high precision.
-        cast: A cast with fp32 scales; its `estimator_k` and `estimator_cap` are k and the cap.
-        axis: The axis that blocks lie along.
-        context: The context; it has the shard if the weight is sharded.
-    """
+    """The slope of rounding at each element of a weight, float32, under a cast with fp32 scales (`keys`)."""
     blocks = blocks_of(w.shape, cast, axis)
     split = blocks.split(w.detach())
     t = split.float() * scales_of(Split(split, blocks, cast, axis, context)).encode

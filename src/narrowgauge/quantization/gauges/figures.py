@@ -48,6 +48,7 @@ block at the edge of a tensor, padding counts as zeros, before and after.
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -79,23 +80,15 @@ def gauge_operand(
     axis: int,
     context: QuantContext = DEFAULT_CONTEXT,
 ) -> torch.Tensor:
-    """Gauge a tensor that `emulate` or `quantize` has processed.
+    """Gauge a tensor that `emulate` or `quantize` has processed, and its values after that, scales applied.
 
-    Args:
-        x: The tensor that was quantized, of any floating dtype.
-        seen: Its values after quantization, scales applied, in the shape of the quantized tensor.
-        cast: The cast that it was quantized with.
-        axis: The axis that blocks lie along.
-        context: The context that it was quantized under. A shard is gauged alone, under the scales that it
-            would have by itself, so that no process waits for others.
-
-    Returns:
-        A float64 vector, for `figures`.
+    A shard is gauged alone, under the scales that it would have by itself, so that no process waits for
+    others. The result is a float64 vector, for `figures`.
     """
     require_values(x)
     if not cast.is_scaled:
         return gauge(x, seen, blocks_of(x.shape, cast, axis), None, cast.element.max, cast.element)
-    context = context.local()
+    context = replace(context, shard=None)
     if cast.keep_channels:
         return _gauge_parts(x, seen, cast, axis, context)
     prepared = prepared_by(x, cast, axis, context)
@@ -148,18 +141,15 @@ def gauge(
     largest: float = math.inf,
     grid: Format | None = None,
 ) -> torch.Tensor:
-    """Gauge a tensor before and after a cast.
+    """Gauge a tensor before and after a cast, the same object if nothing changed, for `figures`.
 
     Args:
         x: The tensor before, of any floating dtype.
-        seen: The tensor after, in the same shape; the same object if nothing changed.
+        seen: The tensor after, in the same shape.
         blocks: The blocks of both.
         scale: The float32 scale of each block, inner dimensions kept with size 1; None for 1.
         largest: The largest value of an element.
         grid: The element format, if its values times `scale` are what can be stored; for the histogram.
-
-    Returns:
-        A float64 vector, for `figures`.
     """
     split, after = blocks.split(x), blocks.split(seen)
     amax = block_amax(split, blocks)

@@ -138,20 +138,14 @@ static float row_dot(const float *x, const float *y, int64_t n) {
 }
 
 static float row_max(const float *x, int64_t n) {
-  float lanes[LANES], most;
-  int64_t s = LANES;
-  if (n < LANES) {
-    most = x[0];
-    for (s = 1; s < n; s++) most = x[s] > most ? x[s] : most;
-    return most;
-  }
-  memcpy(lanes, x, sizeof lanes);
+  float lanes[LANES];
+  int64_t s = 0;
+  for (int i = 0; i < LANES; i++) lanes[i] = x[0];
   for (; s + LANES <= n; s += LANES)
     for (int i = 0; i < LANES; i++) lanes[i] = x[s + i] > lanes[i] ? x[s + i] : lanes[i];
-  most = lanes[0];
-  for (int i = 1; i < LANES; i++) most = lanes[i] > most ? lanes[i] : most;
-  for (; s < n; s++) most = x[s] > most ? x[s] : most;
-  return most;
+  for (; s < n; s++) lanes[0] = x[s] > lanes[0] ? x[s] : lanes[0];
+  for (int i = 1; i < LANES; i++) lanes[0] = lanes[i] > lanes[0] ? lanes[i] : lanes[0];
+  return lanes[0];
 }
 
 static int64_t up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }

@@ -16,17 +16,20 @@ import ctypes
 import hashlib
 import os
 import platform
+import re
 import shlex
 import shutil
 import stat
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from threading import Timer
+from typing import Any
 
 from narrowgauge.system.files import cache_directory, make_directory, open_regular
 from narrowgauge.system.operating_system import is_private, user_id
@@ -36,6 +39,12 @@ SOURCES = ("bf16.h", "narrow.h", "scales.h", "narrow.c", "attention.c", "layers.
 _FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared")
 #: Uses the first that the compiler knows; by default GCC leaves half of AVX-512's width unused.
 _FOR_THIS_CPU = ("-march=native -mprefer-vector-width=512", "-march=native", "-mcpu=native", "")
+_NUMBERS: Mapping[str, Any] = {
+    **{
+        f"{sign}int{bits}_t": getattr(ctypes, f"c_{sign}int{bits}") for sign in ("", "u") for bits in (32, 64)
+    },
+    **{"float": ctypes.c_float, "double": ctypes.c_double},
+}
 _SECONDS = 60
 _QUIET_SECONDS = 1.0  # a compilation that takes longer is announced
 
@@ -131,6 +140,20 @@ def sources() -> dict[str, str]:
     """The package's C sources, by file name."""
     folder = resources.files("narrowgauge.quantization.passes")
     return {name: folder.joinpath(name).read_text(encoding="utf-8") for name in SOURCES}
+
+
+@cache
+def struct(name: str) -> Any:
+    """The class of a struct of the C sources: its fields stand there only."""
+    text = re.sub(r"/\*.*?\*/|const ", "", "".join(sources().values()), flags=re.DOTALL)
+    (body,) = re.findall(rf"typedef struct {{([^}}]*)}} {name};", text)
+    fields = []
+    for declaration in body.split(";")[:-1]:
+        kind, names = declaration.split(maxsplit=1)
+        for pointer, field, size in re.findall(r"(\*?)(\w+)(?:\[(\d+)\])?", names):
+            one = ctypes.c_void_p if pointer else _NUMBERS.get(kind) or struct(kind)
+            fields.append((field, one * int(size) if size else one))
+    return type(name, (ctypes.Structure,), {"_fields_": fields})
 
 
 def _cpu() -> str:

@@ -31,7 +31,7 @@ from narrowgauge.formats import RANDOM_BITS, Format, RandomStream, decode, forma
 from narrowgauge.quantization.blocks import Blocks
 from narrowgauge.quantization.cast import Cast
 from narrowgauge.quantization.passes import build
-from narrowgauge.quantization.passes.implementations import MOST_CANDIDATES, ORDER, passes_gap
+from narrowgauge.quantization.passes.implementations import ORDER, passes_gap
 from narrowgauge.quantization.passes.in_torch import Narrowed, Split
 from narrowgauge.quantization.scales import Scales
 from narrowgauge.system.devices import is_shape_only
@@ -43,62 +43,7 @@ SIZES = ("batch", "rows", "columns", "block_rows", "block_columns")
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2}
 _RESULTS = ("values", "stored", "codes", "scales", "sums")
 _ONE_BLOCK = 2**16  # elements per piece of a block that spans the full tensor
-
-
-def _fields(kind: type, names: str) -> list[tuple[str, type]]:
-    return [(name, kind) for name in names.split()]
-
-
-class Grid(ctypes.Structure):
-    """The struct `Grid` of `narrow.h`: what `formats.rounding` and `formats.codes` use for float32."""
-
-    _fields_ = [
-        ("exponent_inverse", ctypes.c_uint32),
-        *_fields(ctypes.c_int32, "exponent_min exponent_quantum negative_zero"),
-        *_fields(ctypes.c_int32, "bits mantissa_bits twos_complement"),
-        ("largest", ctypes.c_float),
-    ]
-
-    @classmethod
-    def of(cls, element: Format) -> "Grid":
-        """The constants of a format."""
-        return cls(
-            exponent_min=element.emin + 127 << 23,
-            exponent_inverse=254 + element.mantissa_bits << 23,
-            exponent_quantum=element.mantissa_bits << 23,
-            negative_zero=int(element.has_negative_zero),
-            bits=element.bits,
-            mantissa_bits=element.mantissa_bits,
-            twos_complement=int(element.twos_complement),
-            largest=element.max,
-        )
-
-
-class CastInC(ctypes.Structure):
-    """The struct `Cast` of `narrow.h`."""
-
-    _fields_ = [
-        *_fields(Grid, "element scale"),
-        *_fields(ctypes.c_int32, "rounding random_bits rule emax half keeps_power zeros to_bf16"),
-        *_fields(ctypes.c_int32, "choose candidates"),
-        *_fields(ctypes.c_float, "factor aim largest instead"),
-        ("stretch", ctypes.c_float * MOST_CANDIDATES),
-        ("target", ctypes.c_double),
-    ]
-
-
-class Narrow(ctypes.Structure):
-    """The struct `Narrow` of `narrow.h`: one tensor, and what is known of it."""
-
-    _fields_ = [
-        ("cast", ctypes.POINTER(CastInC)),
-        *_fields(ctypes.c_void_p, "x table uniform over finite amax encode block above out sums top"),
-        *_fields(ctypes.c_int64, " ".join(SIZES)),
-        ("offset", ctypes.c_uint64),
-        ("key", ctypes.c_uint32 * 2),
-        *_fields(ctypes.c_int32, "x_type out_type result divides contracts_columns"),
-        *_fields(ctypes.c_int32, "is_one is_given over_each only_finite"),
-    ]
+_Grid, _Cast, _Narrow, _Team = map(build.struct, ("Grid", "Cast", "Narrow", "Team"))
 
 
 def supports(
@@ -165,7 +110,7 @@ def token_sums(x: torch.Tensor) -> torch.Tensor | None:
         return None
     x, sums = x.contiguous(), torch.empty(1, x.shape[1], dtype=torch.float64, device=x.device)
     sizes = dict(zip(SIZES, (1, *x.shape, len(x), 1), strict=True))
-    _run(x, "sum_pass", Narrow(x=x.data_ptr(), out=sums.data_ptr(), x_type=_TYPES[x.dtype], **sizes))
+    _run(x, "sum_pass", _Narrow(x=x.data_ptr(), out=sums.data_ptr(), x_type=_TYPES[x.dtype], **sizes))
     return sums
 
 
@@ -175,7 +120,7 @@ def decoded(codes: torch.Tensor, element: Format, dtype: torch.dtype) -> torch.T
         return decode(codes, element, dtype)
     codes, out = codes.contiguous(), torch.empty(codes.shape, dtype=dtype, device=codes.device)
     if not codes.is_meta:
-        one = Narrow(x=codes.data_ptr(), table=_values(element).data_ptr(), out=out.data_ptr())
+        one = _Narrow(x=codes.data_ptr(), table=_values(element).data_ptr(), out=out.data_ptr())
         call("decode_pass", one, codes.numel(), codes.numel())
     return out
 
@@ -193,7 +138,7 @@ def _amaxes(split: torch.Tensor, blocks: Blocks, only_finite: bool) -> tuple[tor
     found = torch.empty(count, dtype=torch.float32, device=split.device)
     top = torch.zeros((), dtype=torch.float32, device=split.device)
     pointers = {"x": split.data_ptr(), "amax": found.data_ptr() or None, "top": top.data_ptr()}
-    one = Narrow(**pointers, x_type=_TYPES[split.dtype], only_finite=only_finite, **_sizes(split, blocks))
+    one = _Narrow(**pointers, x_type=_TYPES[split.dtype], only_finite=only_finite, **_sizes(split, blocks))
     _run(split, "amax_pass", one)
     return found, top
 
@@ -203,7 +148,7 @@ def _narrow(s: Split, result: str, wanted: Mapping[str, torch.Tensor | None]) ->
     x, cast, blocks, over, outer = s.x.contiguous(), s.cast, s.blocks, s.over, None
     fields: dict[str, Any] = _sizes(x, blocks, bool(cast.candidates or result == "sums"))
     fields |= {"x": x.data_ptr(), "x_type": _TYPES[x.dtype], "result": _RESULTS.index(result)}
-    fields |= {"cast": ctypes.pointer(_in_c(cast)), "divides": int(cast.has_rounded_scales)}
+    fields |= {"cast": ctypes.addressof(_in_c(cast)), "divides": int(cast.has_rounded_scales)}
     fields["contracts_columns"] = int(s.axis % len(blocks.size) == len(blocks.size) - 1)
     known = amax(s.x, blocks) if s.amax is None and fields["is_one"] else s.amax
     tensors = {**wanted, "amax": None if known is None else known.contiguous()}
@@ -224,7 +169,7 @@ def _narrow(s: Split, result: str, wanted: Mapping[str, torch.Tensor | None]) ->
     if cast.rounding == "stochastic" and result != "scales":
         fields |= _random(s, tensors)
     pointers = {name: t.data_ptr() for name, t in tensors.items() if t is not None}
-    _run(x, "narrow_pass", Narrow(**fields, **pointers))
+    _run(x, "narrow_pass", _Narrow(**fields, **pointers))
     return outer
 
 
@@ -250,11 +195,25 @@ def _in_c(cast: Cast) -> Any:
     return kept["in_c"]
 
 
-def _made(cast: Cast) -> CastInC:
+def _grid(element: Format) -> Any:
+    """What `formats.rounding` and `formats.codes` use of a format for float32."""
+    return _Grid(
+        exponent_min=element.emin + 127 << 23,
+        exponent_inverse=254 + element.mantissa_bits << 23,
+        exponent_quantum=element.mantissa_bits << 23,
+        negative_zero=element.has_negative_zero,
+        bits=element.bits,
+        mantissa_bits=element.mantissa_bits,
+        twos_complement=element.twos_complement,
+        largest=element.max,
+    )
+
+
+def _made(cast: Cast) -> Any:
     fmt, candidates = format(cast.scale), cast.candidates
     rule = "fp32" if cast.scale == "fp32" else cast.scale_rule
     rule = rule or ("nvfp4" if cast.has_nvfp4_scales else "rounded")
-    found = CastInC(Grid.of(cast.element), Grid.of(fmt))
+    found = _Cast(_grid(cast.element), _grid(fmt))
     found.rounding, found.random_bits = ORDER["rounding"].index(cast.rounding), cast.random_bits
     found.rule, found.emax, found.keeps_power = SCALE_RULES.index(rule), cast.element.emax, cast.power_of_two
     found.half, found.aim, found.target = 1 << (22 - cast.element.fraction_bits), cast.aim, cast.target
@@ -269,7 +228,7 @@ def _made(cast: Cast) -> CastInC:
     return found
 
 
-def _run(x: torch.Tensor, name: str, one: Narrow) -> None:
+def _run(x: torch.Tensor, name: str, one: ctypes.Structure) -> None:
     """Call a pass, unless its tensor is on the meta device; part of a meta tensor has a non-zero address."""
     if x.is_meta:
         return
@@ -335,16 +294,6 @@ def call(name: str, one: ctypes.Structure, units: int, elements: int) -> None:
         raise MemoryError(f"{name} of the C passes could not allocate its memory")
 
 
-class _Team(ctypes.Structure):
-    """The struct `Team` of `narrow.c`."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("function", "one")),
-        *((name, ctypes.c_int64) for name in ("units", "parts", "taken")),
-        ("failed", ctypes.c_int32),
-    ]
-
-
 @cache
 def _openmp() -> ctypes.CDLL | None:
     """The OpenMP that torch is linked with; None if it has another entry point than GCC's."""
@@ -379,7 +328,7 @@ def c_library() -> ctypes.CDLL | None:
 
 
 def _declared(found: ctypes.CDLL) -> ctypes.CDLL:
-    found.units.argtypes, found.units.restype = (ctypes.POINTER(Narrow),), ctypes.c_int64
+    found.units.argtypes, found.units.restype = (ctypes.c_void_p,), ctypes.c_int64
     return found
 
 
@@ -391,8 +340,9 @@ def _is_right(found: ctypes.CDLL) -> bool:
     for mode, name in itertools.product(ORDER["rounding"], ("e2m1", "e4m3", "int8")):
         out = torch.empty_like(x)
         rounding = {"rounding": ORDER["rounding"].index(mode), "random_bits": RANDOM_BITS}
-        one = Narrow(
-            ctypes.pointer(CastInC(Grid.of(format(name)), **rounding)),
+        by = _Cast(_grid(format(name)), **rounding)
+        one = _Narrow(
+            ctypes.addressof(by),
             **dict(zip(SIZES, (1, 1, 4099, 1, 4099), strict=True)),
             **{"x": x.data_ptr(), "out": out.data_ptr(), "uniform": random.data_ptr(), "is_given": 1},
             **{"encode": encode.data_ptr(), "block": block.data_ptr(), "finite": block.data_ptr()},

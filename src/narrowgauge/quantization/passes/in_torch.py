@@ -61,13 +61,10 @@ def finite(amax: torch.Tensor) -> torch.Tensor:
 
 
 def narrow(s: Split, result: str, dtype: torch.dtype) -> Narrowed:
-    """Round every element of a split tensor to the grid.
+    """Round every element of a split tensor to the grid, in a dtype.
 
-    Args:
-        s: The tensor.
-        result: "values", the elements; "stored", the elements times their blocks' scales; or "codes", which
-            are 0 in a block that is not finite.
-        dtype: The dtype of the result.
+    `result` is "values", the elements; "stored", the elements times their blocks' scales; or "codes", which
+    are 0 in a block that is not finite.
     """
     by, _ = scales(s)
     return Narrowed(_rounded(s, by, result, dtype), by.block, by.tensor)

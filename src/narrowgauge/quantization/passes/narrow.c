@@ -454,8 +454,10 @@ int decode_pass(const Narrow *p, int64_t begin, int64_t end) {
 }
 
 /* A pass that the threads of torch's OpenMP share: each calls `join_team` once. */
+typedef int Pass(const void *one, int64_t start, int64_t end);
+
 typedef struct {
-  int (*pass)(const void *one, int64_t start, int64_t end);
+  Pass *pass;
   const void *one;
   int64_t units, parts, taken; /* parts: equal ranges of units; taken: how many have an owner */
   int32_t failed;

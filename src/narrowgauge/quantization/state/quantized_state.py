@@ -160,14 +160,13 @@ class QuantizedState:
         encode_scale: torch.Tensor | None = None,
         amax: torch.Tensor | None = None,
     ) -> None:
-        """Store float32 values.
+        """Store float32 values of the local shape.
 
         Args:
-            x: float32, of the local shape.
+            x: The values.
             stream: The random bits of a cast that rounds stochastically; without them it rounds to nearest.
             encode_scale: 0-dim float32, used instead of the scale from `x` (one scale per tensor).
-            amax: 0-dim float32, the amax of the global tensor, if it is known; otherwise the processes with
-                shards compute it now.
+            amax: 0-dim float32, of the global tensor; processes with shards compute it now if it is unknown.
         """
         shard = replace(self.shard, global_amax=amax) if self.shard is not None else None
         for name, tensor in self._encoded(x, stream, encode_scale, shard).items():
