@@ -36,7 +36,7 @@ MISTAKES = {
     'cast = "nvfp4", block = "tensor"': "tensor_scale = 'tensor', but the block is the tensor",
     'cast = "nvfp4", tensor_scale = 24': "tensor_scale = '24', but this must be a whole number of blocks",
     'cast = "nvfp4-2d", tensor_scale = "row"': "tensor_scale = 'row', but a row needs several blocks",
-    'm = {cast = "nvfp4", tensor_scale = "row"}': "'row' in place 'm', but it belongs to GEMM operands",
+    'm = {cast = "nvfp4", tensor_scale = "row"}': "'m': tensor_scale = 'row', but it belongs to GEMM",
     # candidates and corrections
     'cast = "nvfp4", candidates = [6, 4]': r"\(6, 4\), but a choice is missing; add choose = 'mae'",
     'cast = "nvfp4", choose = "mae"': "choose = 'mae', but there are no candidates; add",
@@ -52,7 +52,7 @@ MISTAKES = {
     'cast = "nvfp4", center_cast = "nvfp4"': "no mean is taken away; add center = 'tokens'",
     'cast = "nvfp4", center = "tokens", center_cast = "bf16"': "it must be a cast with scales",
     'cast = "e4m3", center = "tokens", history = 4': "outliers and histories are of the tensor",
-    'm = {cast = "mxfp4", center = "tokens"}': "center in place 'm', but state has no tokens",
+    'm = {cast = "mxfp4", center = "tokens"}': "'m': center = 'tokens', but state has no tokens",
     'saved = "operand"\nfprop.x = {cast = "mxfp4", center = "tokens"}': "but fprop.x has center",
     # kept channels
     'cast = "nvfp4", keep_channels = 1, keep_cast = "bf16"': "above 0 and below 1",
@@ -68,8 +68,8 @@ MISTAKES = {
     'wgrad.dy = {cast = "nvfp4", keep_cast = "bf16"}': "only one operand of wgrad has a cast for kept",
     f'fprop.x = {{cast = "nvfp4", {KEEP}}}\nwgrad = {{cast = "nvfp4", {KEEP}}}': "channels of wgrad.x; write",
     f'saved = "operand"\nfprop.x = {{cast = "nvfp4", {KEEP}}}': "has keep_channels, so its codes are not",
-    f'saved = {{cast = "mxfp8", {KEEP}}}': "keep_cast belongs to GEMM operands",
-    f'm = {{cast = "mxfp8", {KEEP}}}': "keep_channels in place 'm', but",
+    f'saved = {{cast = "mxfp8", {KEEP}}}': "'saved': keep_cast = 'bf16', but it belongs to GEMM operands",
+    f'm = {{cast = "mxfp8", {KEEP}}}': "'m': keep_channels = 0.1, but",
     f'reduce = {{cast = "e4m3", {KEEP}}}': "gradients are added up in",
     # state
     'm = {cast = "e4m3", expand = true}': "expand = True, but it needs fp32 scales of blocks",

@@ -153,7 +153,7 @@ MISTAKES = {
     "keep = 3": r"recipe mine\.toml: keep = 3, but it must be a table; write \[keep\]",
     'fprop = "e4m4"': r"recipe place 'fprop\.x': unknown cast 'e4m4'; the nearest is 'e4m3'",
     "rule = 3": r"recipe mine\.toml: rule must be a list of tables; write \[\[rule\]\] above each",
-    "[[rule]]\nfrom = 3": r"from = 3, but the schedule's only clock is \"decay\"; write that, or from_step",
+    "[[rule]]\nfrom = 3": r"from = 3, but it must be \"decay\", the schedule's only clock; or write from_",
     "[[rule]]\nuntil_step = -1": r"until_step = -1, but it must be a number of steps",
     "[[rule]]\nfrom_step = 5\nuntil_step = 5": r"until_step = 5 and from_step = 5, but then the rule never",
     "[[rule]]\nfrom_share = 2": r"from_share = 2, but it must be a share from 0 to 1",
@@ -173,8 +173,8 @@ MISTAKES = {
     # state
     'master = "bf16"': r"master = 'bf16' with weights in fp32, but a master is a wider copy of narrow",
     'weight = "mxfp4"': r"weight = 'mxfp4', but a weight needs a format that torch can hold and fp32 sca",
-    'm = {cast = "mxfp4", hadamard = 16}': r"hadamard in place 'm', but transforms belong to GEMM operands",
-    'v = {cast = "e4m3", history = 4}': r"history in place 'v', but state takes its scales from",
+    'm = {cast = "mxfp4", hadamard = 16}': r"'m': hadamard = 16, but transforms belong to GEMM operands",
+    'v = {cast = "e4m3", history = 4}': r"'v': history = 4, but state takes its scales from",
     'fprop.x = "coat"': r"'fprop\.x': cast 'coat' is for state \(weight, master, grad, m, v\)",
     # operands that are used again, held magnitudes, attention and the stream
     'dgrad.w = "fprop.x"': r"'fprop\.x', but that is another tensor, .* sees this one before is 'fprop\.w'",
@@ -187,7 +187,7 @@ MISTAKES = {
     'fprop.x = {cast = "e4m3", refresh = 50}': "scales of this cast are current; leave it out",
     'fprop.x = {cast = "nvfp4", refresh = 1}': "refresh = 1, but it is a number of steps, two or more",
     'fprop.x = {cast = "nvfp4", refresh = 9, center = "tokens"}': "what is held is of the tensor as it comes",
-    'm = {cast = "nvfp4", refresh = 9}': "refresh in place 'm', but it belongs to GEMM operands",
+    'm = {cast = "nvfp4", refresh = 9}': "'m': refresh = 9, but it belongs to GEMM operands",
     '[attention]\nx = "e4m3"': "unknown recipe place 'attention.x'.*nearest",
     '[attention]\nq = {cast = "e4m3", history = 3}': "attention.q.*history = 3.*leave the key out",
     '[attention]\nq = {cast = "mxfp4", hadamard = 32}': "attention.q and 0 in attention.k.*alike",
@@ -197,7 +197,7 @@ MISTAKES = {
     # feedback
     'weight = {cast = "e4m3", feedback = "moment"}': "unknown feedback 'moment'",
     'weight = {cast = "fp32", feedback = "momentum"}': "it is for narrow weights without a master",
-    'm = {cast = "e4m3", feedback = "momentum"}': "feedback = 'momentum' in place 'm', but it is for",
+    'm = {cast = "e4m3", feedback = "momentum"}': "'m': feedback = 'momentum', but it belongs to weight",
     'fprop.w = {cast = "e4m3", feedback = "momentum"}': "it belongs to weight; remove the key",
     # the wire
     'gather = "mxfp8"\nfprop = "mxfp8"\ndgrad = "mxfp8"': r"gather = 'mxfp8', but weights can travel only",

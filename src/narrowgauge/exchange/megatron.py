@@ -15,9 +15,8 @@ from narrowgauge.exchange.reading import Reading, about, read_text, yaml_documen
 from narrowgauge.exchange.refusal import Refusal, kept
 from narrowgauge.exchange.te import choices, delayed_scaling, own_recipe, own_recipes
 from narrowgauge.quantization import Cast
-from narrowgauge.recipes.places import GEMM_PLACES
+from narrowgauge.recipes.places import GEMM_PLACES, number_of_blocks
 from narrowgauge.recipes.recipe import Recipe
-from narrowgauge.recipes.rule import number_of_blocks
 from narrowgauge.system.errors import UserError
 
 #: Megatron compares a pattern with the whole name, a rule also with the last part of a name: they agree on a

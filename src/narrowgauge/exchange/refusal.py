@@ -17,9 +17,8 @@ from narrowgauge.recipes.describe import (
     recipe_facts,
     wide_and_other_rules,
 )
-from narrowgauge.recipes.places import GEMM_PLACES, GEMMS, GROUPS
+from narrowgauge.recipes.places import GEMM_PLACES, GEMMS, GROUPS, Rule
 from narrowgauge.recipes.recipe import Recipe
-from narrowgauge.recipes.rule import Rule
 from narrowgauge.system.errors import UserError
 from narrowgauge.system.toml_text import toml_value
 

@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from narrowgauge.recipes.places import OFFLOADABLE as OFFLOADABLE
     from narrowgauge.recipes.places import PLACES as PLACES
     from narrowgauge.recipes.places import STATE_PLACES as STATE_PLACES
+    from narrowgauge.recipes.places import Rule as Rule
     from narrowgauge.recipes.places import is_wide as is_wide
+    from narrowgauge.recipes.places import matches as matches
     from narrowgauge.recipes.recipe import Recipe as Recipe
     from narrowgauge.recipes.recipe import RecipeLike as RecipeLike
     from narrowgauge.recipes.recipe_rules import ATTENTION_PRODUCTS as ATTENTION_PRODUCTS
@@ -45,8 +47,6 @@ if TYPE_CHECKING:
     from narrowgauge.recipes.resolve import nearest as nearest
     from narrowgauge.recipes.resolve import require_matches as require_matches
     from narrowgauge.recipes.resolve import resolve as resolve
-    from narrowgauge.recipes.rule import Rule as Rule
-    from narrowgauge.recipes.rule import matches as matches
     from narrowgauge.system.devices import Device as Device
 else:
     __all__, __getattr__, __dir__ = import_on_use(__name__)

@@ -23,7 +23,7 @@ import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from narrowgauge.quantization import Cast, make_cast
 from narrowgauge.quantization.keys import Consumer
@@ -52,12 +52,13 @@ WITHOUT_BF16 = ("gfx906",)
 
 Block = tuple[int, int] | None
 OCP, FNUZ = frozenset({"e4m3", "e5m2"}), frozenset({"e4m3fnuz", "e5m2fnuz"})
-E4M3 = frozenset({"e4m3"})
-TENSOR, ROW, ROW128, SQUARE128 = None, (1, 0), (1, 128), (128, 128)
-ROW32, ROW16, SQUARE16 = (1, 32), (1, 16), (16, 16)
+E4M3, E2M1 = frozenset({"e4m3"}), frozenset({"e2m1"})
+ROW, ROW128, ROW32, ROW16 = (1, 0), (1, 128), (1, 32), (1, 16)
+OF_TENSOR, OF_ROW = ((None, None),), ((ROW, ROW), (ROW, None))
+IN_128 = (ROW128, ROW128), (ROW128, (128, 128))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Scheme:
     """One of torch's scaled GEMMs, and the devices that have it.
 
@@ -76,7 +77,7 @@ class Scheme:
     words: str
     scale: str
     blocks: tuple[tuple[Block, Block], ...]
-    elements: frozenset[str] = OCP
+    elements: frozenset[str]
     since: tuple[int, int] | None = None
     only: bool = False
     cuda: tuple[int, int] = (0, 0)
@@ -107,57 +108,17 @@ class Scheme:
 
 
 SCHEMES = (
-    Scheme(
-        words="FP8 with a scale per tensor",
-        scale="fp32",
-        blocks=((TENSOR, TENSOR),),
-        since=(8, 9),
-        amd=("gfx950",),
-    ),
-    Scheme(
-        words="FP8 with a scale per row",
-        scale="fp32",
-        blocks=((ROW, ROW), (ROW, TENSOR)),
-        since=(8, 9),
-        amd=("gfx950",),
-    ),
-    Scheme(
-        words="FP8 (fnuz) with a scale per tensor",
-        scale="fp32",
-        blocks=((TENSOR, TENSOR),),
-        elements=FNUZ,
-        amd=("gfx942",),
-    ),
-    Scheme(
-        words="FP8 (fnuz) with a scale per row",
-        scale="fp32",
-        blocks=((ROW, ROW), (ROW, TENSOR)),
-        elements=FNUZ,
-        amd=("gfx942",),
-    ),
-    Scheme(
-        words="FP8 in blocks of 128",
-        scale="fp32",
-        blocks=((ROW128, ROW128), (ROW128, SQUARE128)),
-        elements=E4M3,
-        since=(9, 0),
-        only=True,
-        cuda=(12, 9),
-    ),
-    Scheme(words="MXFP8", scale="e8m0", blocks=((ROW32, ROW32),), elements=E4M3, since=(10, 0), cuda=(12, 8)),
-    Scheme(
-        words="NVFP4",
-        scale="e4m3",
-        blocks=((ROW16, ROW16), (ROW16, SQUARE16)),
-        elements=frozenset({"e2m1"}),
-        since=(10, 0),
-        cuda=(12, 8),
-    ),
+    Scheme("FP8 with a scale per tensor", "fp32", OF_TENSOR, OCP, since=(8, 9), amd=("gfx950",)),
+    Scheme("FP8 with a scale per row", "fp32", OF_ROW, OCP, since=(8, 9), amd=("gfx950",)),
+    Scheme("FP8 (fnuz) with a scale per tensor", "fp32", OF_TENSOR, FNUZ, amd=("gfx942",)),
+    Scheme("FP8 (fnuz) with a scale per row", "fp32", OF_ROW, FNUZ, amd=("gfx942",)),
+    Scheme("FP8 in blocks of 128", "fp32", IN_128, E4M3, since=(9, 0), only=True, cuda=(12, 9)),
+    Scheme("MXFP8", "e8m0", ((ROW32, ROW32),), E4M3, since=(10, 0), cuda=(12, 8)),
+    Scheme("NVFP4", "e4m3", ((ROW16, ROW16), (ROW16, (16, 16))), E2M1, since=(10, 0), cuda=(12, 8)),
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Backend:
+class Backend(NamedTuple):
     """The choice of a backend: `name` is "native" or "emulated", `reason` a clause."""
 
     name: str
@@ -172,7 +133,11 @@ def choose_backend(recipe: Recipe, device: Device, requested: str = "auto") -> B
     """
     if requested not in BACKENDS:
         raise unknown("backend", requested, BACKENDS)
-    obstacle, schemes = _native_schemes(recipe, device)
+    gemms = products_on(recipe, device)
+    schemes = list(dict.fromkeys(gemm.scheme for gemm in gemms if gemm.scheme))
+    obstacle = next((gemm.obstacle for gemm in gemms if gemm.obstacle), "")
+    if schemes and not obstacle and recipe.compute != "bf16":
+        obstacle = f"native GEMMs return bf16, and this recipe computes in {recipe.compute}"
     products = f"{recipe.compute} GEMMs"
     if without_units := _lacks_units(recipe.compute, device):
         products = f"{products}, which are fp32 GEMMs here" if recipe.is_narrow else "fp32 GEMMs"
@@ -200,8 +165,7 @@ def _lacks_units(compute: str, device: Device) -> str:
     return ""
 
 
-@dataclass(frozen=True, slots=True)
-class Product:
+class Product(NamedTuple):
     """A GEMM of a recipe on a device.
 
     Attributes:
@@ -261,17 +225,6 @@ def _products_of_attention(recipe: Recipe, device: Device) -> list[Product]:
     return products
 
 
-def _native_schemes(recipe: Recipe, device: Device) -> tuple[str, list[str]]:
-    """(why the recipe cannot run natively, the schemes of its GEMMs on the device)."""
-    products = products_on(recipe, device)
-    for product in products:
-        if product.obstacle:
-            return product.obstacle, []
-        if product.scheme and recipe.compute != "bf16":
-            return f"native GEMMs return bf16, and this recipe computes in {recipe.compute}", []
-    return "", list(dict.fromkeys(product.scheme for product in products if product.scheme))
-
-
 def _obstacle(gemm: str, a: Cast, b: Cast, device: Device) -> str:
     """Why a GEMM is not native on a device."""
     if device.maker == "cpu":
@@ -312,20 +265,12 @@ def device_facts(device: torch.device) -> Device:
 
     from narrowgauge.kernels.dispatch import can_compile
 
+    library = _version(torch.version.hip or torch.version.cuda or "0.0")
+    build: dict[str, Any] = {"library": library, "compiles": can_compile()}
     if torch.version.hip:
         name = torch.cuda.get_device_properties(device).gcnArchName
-        return Device(
-            maker="amd",
-            architecture=name.partition(":")[0],
-            library=_version(torch.version.hip),
-            compiles=can_compile(),
-        )
-    return Device(
-        maker="nvidia",
-        capability=torch.cuda.get_device_capability(device),
-        library=_version(torch.version.cuda or "0.0"),
-        compiles=can_compile(),
-    )
+        return Device(maker="amd", architecture=name.partition(":")[0], **build)
+    return Device(maker="nvidia", capability=torch.cuda.get_device_capability(device), **build)
 
 
 def named_device(name: str) -> Device:

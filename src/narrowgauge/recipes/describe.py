@@ -4,7 +4,7 @@ The facts are read from the fields of `Recipe` and `Cast`, so a new field appear
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from typing import Any
 
 from narrowgauge.quantization import Cast, cast, cast_names, state_cast_names
@@ -15,22 +15,16 @@ from narrowgauge.recipes.places import (
     STATE_PLACES,
     STREAM,
     WIRE_PLACES,
+    Rule,
     is_wide,
 )
 from narrowgauge.recipes.recipe import Recipe
-from narrowgauge.recipes.rule import Rule
 from narrowgauge.system.toml_text import toml_value
 
 WORDS = ("name", "title", "source", "text")  # descriptive fields of a recipe
 _WRITTEN_APART = (*WORDS, "places", "rules")
 _FIRST = ("compute", *GEMM_PLACES, *ATTENTION_PLACES, STREAM, "saved", *STATE_PLACES, *WIRE_PLACES)
 NONE = "none"
-
-
-def default_of(owner: Any, name: str) -> Any:
-    """The default of a dataclass field; `MISSING` without one."""
-    field = next(f for f in fields(owner) if f.name == name)
-    return field.default_factory() if field.default_factory is not MISSING else field.default
 
 
 def changed_keys(c: Cast, base: Cast | None = None) -> dict[str, Any]:
@@ -113,7 +107,7 @@ def _rule_facts(recipe: Recipe, rules: Sequence[Rule]) -> dict[str, str]:
         said = {
             f.name: getattr(rule, f.name)
             for f in fields(rule)
-            if f.name not in _PLACES_OF_RULES and getattr(rule, f.name) != default_of(rule, f.name)
+            if f.name not in _PLACES_OF_RULES and getattr(rule, f.name) != f.default
         }
         clocks = {
             k: (k.partition("_")[0], "decay") for k in ("from_decay", "until_decay") if said.pop(k, False)

@@ -39,18 +39,15 @@ v = "fp32"              or state: m and v of any parameter, weight, master and g
 exponent_bits = 3       with mantissa_bits and bias; specials = "ieee", "nan-only", "negative-zero" or "none"
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from narrowgauge.formats import Format, format_from_facts, register_format
 from narrowgauge.quantization import Cast, cast_keys, cast_names, is_cast_table, make_cast
 from narrowgauge.recipes.places import (
-    ATTENTION,
-    ATTENTION_PLACES,
     CAST_TABLE,
     COMPUTE,
     GEMM_PLACES,
-    GEMMS,
     GROUPS,
     IN_FP32,
     OFFLOADABLE,
@@ -60,11 +57,11 @@ from narrowgauge.recipes.places import (
     STATE_PLACES,
     STREAM,
     WIRE_PLACES,
+    Rule,
     values_of,
     wide_operands,
 )
 from narrowgauge.recipes.recipe_rules import require_place
-from narrowgauge.recipes.rule import Rule
 from narrowgauge.system.errors import UserError, nearest, unknown
 
 _PLACES = (*GROUPS, "saved", STREAM, "offload", *STATE_PLACES, *WIRE_PLACES)
@@ -90,18 +87,21 @@ def fields_of(table: Mapping[str, Any], where: str, name: str) -> dict[str, Any]
     _check_root(table, where)
     for of_format, facts in _table(table.get("format", {}), "format").items():
         register_format(format_from_facts(of_format, _table(facts, f"format.{of_format}")))
-    compute = table.get("compute", "bf16")
-    if compute not in COMPUTE:
-        raise UserError(f"compute = {compute!r}, but it must be one of {', '.join(COMPUTE)}")
-    wide = wide_operands(compute)
-    return {
-        "name": _text(table, "name", name),
-        "title": _text(table, "title", ""),
-        "source": _text(table, "source", ""),
-        "compute": compute,
-        **recipe_fields(_places(table), {**dict.fromkeys(GEMM_PLACES, make_cast(compute)), **IN_FP32}),
-        "rules": (*_rules(table), *_kept(table, wide)),
-    }
+    words = {"name": name, "title": "", "source": ""}
+    fields = {key: _value(table, key, default, _is_text, "text in quotes") for key, default in words.items()}
+    compute = _value(table, "compute", "bf16", COMPUTE.__contains__, f"one of {', '.join(COMPUTE)}")
+    fields |= recipe_fields(_places(table), {**dict.fromkeys(GEMM_PLACES, make_cast(compute)), **IN_FP32})
+    rules = table.get("rule", [])
+    if not isinstance(rules, list):
+        raise UserError("rule must be a list of tables; write [[rule]] above each")
+    for rule in rules:
+        _check_keys(_table(rule, "rule"), _RULE_KEYS, "[[rule]] key")
+    found = [Rule(**recipe_fields(_places(r), {}), **_clock(r), **_layers(r)) for r in rules]
+    keep = _table(table.get("keep", {}), "keep")
+    _check_keys(keep, _LAYER_KEYS, "[keep] key")
+    if any((layers := _layers(keep)).values()):
+        found.append(Rule(places=wide_operands(compute), keeps_state=True, **layers))
+    return {**fields, "compute": compute, "rules": tuple(found)}
 
 
 def _places(table: Mapping[str, Any]) -> dict[str, Any]:
@@ -122,19 +122,20 @@ def recipe_fields(places: Mapping[str, Any], over: Mapping[str, Cast | None]) ->
     casts = dict(over)
     fields: dict[str, Any] = {}
     for place, value in places.items():
-        if place == "saved":
-            is_word = isinstance(value, str) and value in SAVED
-            fields[place] = value if is_word else require_place(place, cast_in(place, value))
-        elif place == "offload":
-            fields[place] = offload_from(value)
+        if place == "offload":
+            names = names_from(place, value, 'places such as ["master", "m", "v"]')
+            if wrong := [name for name in names if name not in OFFLOADABLE]:
+                raise unknown("place to offload", wrong[0], OFFLOADABLE)
+            fields[place] = tuple(p for p in OFFLOADABLE if p in names)
         elif place == "compute":
             if value not in COMPUTE:
                 raise unknown("compute format", str(value), COMPUTE)
             fields[place] = value
-        elif place in (*STATE_PLACES, *WIRE_PLACES):
-            casts[place] = None if place == "master" and value == "none" else cast_in(place, value)
-        elif place == STREAM:
-            casts[place] = require_place(place, cast_in(place, value))
+        elif place == "saved":
+            is_word = isinstance(value, str) and value in SAVED
+            fields[place] = value if is_word else cast_in(place, value)
+        elif place == "master" and value == "none":
+            casts[place] = None
         else:
             casts |= casts_from(place, value)
     return fields | {"places": casts}
@@ -142,128 +143,98 @@ def recipe_fields(places: Mapping[str, Any], over: Mapping[str, Cast | None]) ->
 
 def casts_from(place: str, value: Any) -> dict[str, Cast]:
     """The casts that a recipe's text puts in a place; the name of a group means all of its places."""
-    if place in GEMMS:
-        return {p: c for operand in GROUPS[place] for p, c in casts_from(operand, value).items()}
-    of_attention = (ATTENTION, *ATTENTION_PLACES)
-    is_of_attention = place.partition(".")[0] == ATTENTION
-    if place not in (of_attention if is_of_attention else GEMM_PLACES):
-        raise unknown("recipe place", place, of_attention if is_of_attention else (*PLACES, *GROUPS))
-    cast = require_place(place, cast_in(place, value))
-    return dict.fromkeys(GROUPS.get(place, (place,)), cast)
+    if place not in (*PLACES, *GROUPS):
+        raise unknown("recipe place", place, (*PLACES, *GROUPS))
+    return {one: cast_in(one, value) for one in GROUPS.get(place, (place,))}
 
 
-def offload_from(value: Any) -> tuple[str, ...]:
-    """The places that a recipe's text keeps on the host: a list, or names separated by commas."""
-    names = _names(
-        value, f'offload = {value!r}, but it must be a list of places such as ["master", "m", "v"]'
-    )
-    for name in names:
-        if name not in OFFLOADABLE:
-            raise unknown("place to offload", name, OFFLOADABLE)
-    return tuple(p for p in OFFLOADABLE if p in names)
-
-
-def modules_from(value: Any) -> tuple[str, ...]:
-    """The names of the modules that a recipe keeps wide: a list, or names separated by commas; or "none"."""
-    return _names(value, f'keep = {value!r}, but it must be a list of names such as ["head"], or "none"')
-
-
-def _names(value: Any, refusal: str) -> tuple[str, ...]:
+def names_from(key: str, value: Any, examples: str) -> tuple[str, ...]:
+    """The names in a list, or separated by commas; none for "none"."""
     names = value.split(",") if isinstance(value, str) else value
     if not isinstance(names, list | tuple) or not all(isinstance(n, str) for n in names):
-        raise UserError(refusal)
+        raise UserError(f"{key} = {value!r}, but it must be a list of {examples}")
     return tuple(n.strip() for n in names if n.strip() not in ("", "none"))
 
 
 def cast_in(place: str, value: Any) -> Cast:
-    """The cast that a recipe's text puts in a place."""
+    """The cast that a recipe's text puts in a place that can have it."""
     if not isinstance(value, str | Mapping | Format | Cast):
         raise UserError(
             f'recipe place {place!r} = {value!r}, but it must be a cast such as "mxfp4", or a table such as '
             f"{CAST_TABLE}"
         )
+    if isinstance(value, Mapping) and set(value) == {"of"} and value["of"] in GEMM_PLACES:
+        value = value["of"]
     try:
         if isinstance(value, str) and value in GEMM_PLACES:
-            return values_of(value)
-        if isinstance(value, Mapping) and set(value) == {"of"} and value["of"] in GEMM_PLACES:
-            return cast_in(place, value["of"])
-        return make_cast(value)
+            return require_place(place, values_of(value))
+        return require_place(place, make_cast(value))
     except UserError as error:
-        why, near = str(error), None
-        if isinstance(value, str):
-            near = nearest(value, (*_words_of(place), *cast_names()))
-        if near in _words_of(place):
+        why = str(error)
+        words = {"saved": SAVED, "master": ("none",)}.get(
+            place, tuple(filter(None, [SEEN_BEFORE.get(place)]))
+        )
+        if isinstance(value, str) and (near := nearest(value, (*words, *cast_names()))) in words:
             why = f"unknown value {value!r}; the nearest is {near!r}"
         raise UserError(f"recipe place {place!r}: {why}") from None
-
-
-def _words_of(place: str) -> tuple[str, ...]:
-    """The words that a place takes besides casts."""
-    own = {"saved": SAVED, "master": ("none",)}
-    return own.get(place, (SEEN_BEFORE[place],) if place in SEEN_BEFORE else ())
-
-
-def _kept(table: Mapping[str, Any], wide: Mapping[str, Cast | None]) -> list[Rule]:
-    """The rule that [keep] stands for, if it selects any layers."""
-    keep = _table(table.get("keep", {}), "keep")
-    _check_keys(keep, _LAYER_KEYS, "[keep] key")
-    layers = _layers(keep)
-    return [Rule(places=wide, keeps_state=True, **layers)] if any(layers.values()) else []
-
-
-def _rules(table: Mapping[str, Any]) -> list[Rule]:
-    tables = table.get("rule", [])
-    if not isinstance(tables, list):
-        raise UserError("rule must be a list of tables; write [[rule]] above each")
-    rules = []
-    for rule in tables:
-        _check_keys(_table(rule, "rule"), _RULE_KEYS, "[[rule]] key")
-        rules.append(Rule(**recipe_fields(_places(rule), {}), **_clock(rule), **_layers(rule)))
-    return rules
 
 
 def _clock(table: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a rule that determine when it holds."""
     fields: dict[str, Any] = {}
     for word in ("from", "until"):
-        step = table.get(f"{word}_step", 0)
-        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-            raise UserError(f"{word}_step = {step!r}, but it must be a number of steps")
-        if table.get(word, "decay") != "decay":
+        rule = f'"decay", the schedule\'s only clock; or write {word}_step or {word}_share'
+        _value(table, word, "decay", ("decay",).__contains__, rule)
+        fields |= {
+            f"{word}_step": _value(table, f"{word}_step", 0, _is_count, "a number of steps"),
+            f"{word}_share": _value(table, f"{word}_share", 0.0, _is_share, "a share from 0 to 1"),
+            f"{word}_decay": word in table,
+        }
+    for key in ("_step", "_share", "_decay"):
+        if fields[f"until{key}"] and fields[f"from{key}"] >= fields[f"until{key}"]:
+            first, last = (f"{word}{key.removesuffix('_decay')}" for word in ("from", "until"))
             raise UserError(
-                f'{word} = {table[word]!r}, but the schedule\'s only clock is "decay"; write '
-                f"that, or {word}_step or {word}_share"
+                f"{last} = {table[last]!r} and {first} = {table[first]!r}, but then the rule never holds; "
+                "let it end later"
             )
-        share = _share(table.get(f"{word}_share", 0.0), f"{word}_share")
-        fields |= {f"{word}_step": step, f"{word}_share": share, f"{word}_decay": word in table}
-    for key in ("step", "share", "decay"):
-        first, last = fields[f"from_{key}"], fields[f"until_{key}"]
-        if last and first >= last:
-            words = f"until = 'decay' and from = {table.get('from')!r}"
-            words = words if key == "decay" else f"until_{key} = {last!r} and from_{key} = {first!r}"
-            raise UserError(f"{words}, but then the rule never holds; let it end later")
     return fields
 
 
 def _layers(table: Mapping[str, Any]) -> dict[str, Any]:
-    names = table.get("modules", [])
-    if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
-        raise UserError(f'modules = {names!r}, but it must be a list of names such as ["head"]')
-    blocks = {}
-    for key in ("first_blocks", "last_blocks"):
-        value = table.get(key, 0)
-        if isinstance(value, bool) or not isinstance(value, int):
-            value = _share(value, key)
-        if value < 0:
-            raise UserError(f"{key} = {value!r}, but it must be a share or a number of blocks")
-        blocks[key] = value
-    return {"modules": tuple(names), **blocks}
+    """The fields of a rule that select layers."""
+
+    def is_end(value: Any) -> bool:
+        return _is_count(value) or _is_share(value)
+
+    def is_list(value: Any) -> bool:
+        return isinstance(value, list) and all(map(_is_text, value))
+
+    names = _value(table, "modules", [], is_list, 'a list of names such as ["head"]')
+    rule = "a share from 0 to 1, or a number of blocks"
+    ends = {key: _value(table, key, 0, is_end, rule) for key in ("first_blocks", "last_blocks")}
+    return {"modules": tuple(names), **ends}
 
 
-def _share(value: Any, key: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-        raise UserError(f"{key} = {value!r}, but it must be a share from 0 to 1")
-    return float(value)
+def _value(
+    table: Mapping[str, Any], key: str, default: Any, is_valid: Callable[[Any], bool], rule: str
+) -> Any:
+    """The value of a key, if it is valid."""
+    value = table.get(key, default)
+    if not is_valid(value):
+        raise UserError(f"{key} = {value!r}, but it must be {rule}")
+    return value
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_share(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value <= 1
 
 
 def _check_root(table: Mapping[str, Any], where: str) -> None:
@@ -291,11 +262,4 @@ def _check_keys(table: Mapping[str, Any], known: tuple[str, ...], thing: str) ->
 def _table(value: Any, key: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise UserError(f"{key} = {value!r}, but it must be a table; write [{key}] above its keys")
-    return value
-
-
-def _text(table: Mapping[str, Any], key: str, default: str) -> str:
-    value = table.get(key, default)
-    if not isinstance(value, str):
-        raise UserError(f"{key} = {value!r}, but it must be text in quotes")
     return value

@@ -19,10 +19,19 @@ from typing import Any
 
 from narrowgauge.formats import Format, format_facts, own_formats
 from narrowgauge.quantization import Cast
-from narrowgauge.recipes.parse import fields_of, modules_from, recipe_fields
-from narrowgauge.recipes.places import FP32, GEMMS, GRADIENT_PLACES, IN_FP32, Places, is_wide, wide_operands
+from narrowgauge.recipes.parse import fields_of, names_from, recipe_fields
+from narrowgauge.recipes.places import (
+    FP32,
+    GEMMS,
+    GRADIENT_PLACES,
+    IN_FP32,
+    Places,
+    Rule,
+    is_wide,
+    wide_operands,
+    without_moot,
+)
 from narrowgauge.recipes.recipe_rules import fitting_gather, require_recipe, weight_operands, wide_backward
-from narrowgauge.recipes.rule import Rule, without_moot
 from narrowgauge.system.errors import UserError
 from narrowgauge.system.toml_text import parse_toml, toml_key, toml_value
 
@@ -163,20 +172,17 @@ class Recipe(Places):
 
     def at_rest(self, step: int, steps: int | None, decay: int | None = None) -> "Recipe":
         """This recipe with the state that an optimizer step finds, now without a clock (`Rule.holds`)."""
-        if not self.times_state:
-            return self
         rules: list[Rule] = []
         for rule in self.rules:
-            if not (rule.state and rule.is_timed):
-                rules.append(rule)
-                continue
-            others = {place: cast for place, cast in rule.places.items() if place not in rule.state}
-            rules += [replace(rule, places=others)] if others else []
-            if rule.holds(step, steps, decay):
-                first, last = rule.first_blocks, rule.last_blocks
-                where: dict[str, Any] = {"modules": rule.modules, "first_blocks": first, "last_blocks": last}
-                rules.append(Rule(places=rule.state, **where))
-        return self._with(rules=tuple(rules))
+            state = rule.state if rule.is_timed else {}
+            others = {place: cast for place, cast in rule.places.items() if place not in state}
+            if others or not state:
+                rules.append(replace(rule, places=others))
+            if state and rule.holds(step, steps, decay):
+                ends = rule.first_blocks, rule.last_blocks
+                layers = Rule(places=state, modules=rule.modules, first_blocks=ends[0], last_blocks=ends[1])
+                rules.append(layers)
+        return self._with(rules=tuple(rules)) if self.times_state else self
 
     def with_wide_backward(self) -> "Recipe":
         """This recipe with the same forward pass, and a backward pass in fp32 that rounds nothing.
@@ -205,13 +211,12 @@ class Recipe(Places):
         casts = {place: value for place, value in places.items() if place != "keep"}
         fields = recipe_fields(casts, self.places)
         changed = replace(self, **fields) if "gather" in casts else self._with(**fields)
-        return changed._keeping(modules_from(places["keep"])) if "keep" in places else changed
-
-    def _keeping(self, modules: tuple[str, ...]) -> "Recipe":
-        """This recipe with these modules in `compute`, instead of those that [keep] names."""
-        rules = [replace(rule, modules=()) if rule.keeps_state else rule for rule in self.rules]
+        if "keep" not in places:
+            return changed
+        modules = names_from("keep", places["keep"], 'names such as ["head"], or "none"')
+        rules = [replace(rule, modules=()) if rule.keeps_state else rule for rule in changed.rules]
         selected = [r for r in rules if not r.keeps_state or r.first_blocks or r.last_blocks]
-        changed = self._with(rules=tuple(selected))
+        changed = changed._with(rules=tuple(selected))
         return changed.in_high_precision(modules) if modules else changed
 
 

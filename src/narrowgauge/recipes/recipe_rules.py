@@ -1,7 +1,7 @@
 """What makes a recipe valid: the casts that a place can have, and what places need of each other.
 
-A rule yields a sentence for what is wrong, with the way out; `require_place` and `require_recipe` raise the
-first.
+`require_place` checks one cast as it is read, `require_recipe` what casts need of each other whenever a
+recipe is made. A rule yields a sentence for what is wrong, with the way out; the first is raised.
 
 **gather** Devices that each hold a shard of a weight gather the shards before a GEMM. Sending them in low
 precision must change nothing: the GEMM has to see, bit for bit, what it would see of the full wide weight. So
@@ -25,11 +25,15 @@ from narrowgauge.recipes.places import (
     CHOOSES,
     FP32,
     GEMM_PLACES,
+    GEMMS,
+    GRADIENT_PLACES,
+    GROUPS,
     KEEPING,
     MEETS,
     SEEN_BEFORE,
     STATE_PLACES,
     STREAM,
+    WIRE_PLACES,
     Places,
     values_of,
 )
@@ -44,7 +48,14 @@ ATTENTION_PRODUCTS: Mapping[str, tuple[str, str]] = {
     "ds k": ("attention.ds", "attention.k"),
     "dsᵀ q": ("attention.ds", "attention.q"),
 }
-#: Why state lacks a key; any other key gets the generic sentence.
+#: Why a place lacks a key: of each kind of place, and of some keys of state.
+_WHY = {
+    Consumer.OPERAND: "a GEMM operand cannot have it",
+    Consumer.SAVED: "it belongs to GEMM operands, and a layer keeps a tensor here",
+    Consumer.ATTENTION: "attention takes every scale from the tensor at hand, as it comes",
+    Consumer.STREAM: "the stream is read as it is by every layer after",
+    Consumer.STATE: "it belongs to GEMM operands",
+}
 _NOT_IN_STATE = {
     "center": "state has no tokens",
     "hadamard": "transforms belong to GEMM operands",
@@ -57,54 +68,61 @@ WIDE = ("fp32", "bf16", "fp16")  # in which gradients are added up
 
 
 def require_place(place: str, cast: Cast) -> Cast:
-    """A cast as it is, if a place can have it.
+    """A cast as it is, if a place can have it; the caller names the place.
 
     Raises:
         UserError: It cannot.
     """
-    of_place = {"saved": _of_saved, ATTENTION: _of_attention, STREAM: _of_stream}
-    for problem in of_place.get(place.partition(".")[0], _of_operand)(place, cast):
-        raise UserError(f"recipe place {place!r}: {problem}")
+    for problem in _of_wire(place, cast) if place in WIRE_PLACES else _of_place(place, cast):
+        raise UserError(problem)
     return cast
 
 
-def _of_operand(place: str, cast: Cast) -> Iterator[str]:
-    if cast.center and place.endswith(".w"):
-        yield f"center = {cast.center!r}, but a weight has no tokens; leave the key out"
-    if cast.feedback:
-        yield f"feedback = {cast.feedback!r}, but it belongs to weight; remove the key"
-    if cast.is_for_state:
+def _of_place(place: str, cast: Cast) -> Iterator[str]:
+    """Casts and keys that a place lacks."""
+    kinds = {"saved": Consumer.SAVED, ATTENTION: Consumer.ATTENTION, STREAM: Consumer.STREAM}
+    kinds |= dict.fromkeys(STATE_PLACES, Consumer.STATE)
+    kind = kinds.get(place.partition(".")[0], Consumer.OPERAND)
+    is_state = kind == Consumer.STATE
+    if cast.is_for_state and kind not in (Consumer.STATE, Consumer.SAVED):
         yield (
             f"cast {cast.name!r} is for state ({', '.join(STATE_PLACES)}), not for "
             "a GEMM operand; use one of those that `narrowgauge recipes` shows, such as e4m3"
         )
-    if unknown := cast.unsupported(Consumer.OPERAND):
-        yield f"GEMM operands have no {', '.join(unknown)}; remove the key"
-
-
-def _of_saved(_: str, cast: Cast) -> Iterator[str]:
-    if unknown := cast.unsupported(Consumer.SAVED):
-        belongs = f"{', '.join(unknown)} belongs to GEMM operands"
-        yield f"{belongs}, and a layer keeps a tensor here; remove the key"
-
-
-def _of_attention(_: str, cast: Cast) -> Iterator[str]:
-    yield from _unknown(
-        cast, Consumer.ATTENTION, "attention takes every scale from the tensor at hand, as it comes"
-    )
-    if cast.signs == "random":
-        yield 'signs = "random", but transforms of attention have fixed signs; leave the key out'
-
-
-def _of_stream(_: str, cast: Cast) -> Iterator[str]:
-    return _unknown(cast, Consumer.STREAM, "the stream is read as it is by every layer after")
-
-
-def _unknown(cast: Cast, consumer: Consumer, why: str) -> Iterator[str]:
-    if cast.is_for_state:
-        yield f"cast {cast.name!r} is for state, not for a GEMM operand; use one such as e4m3 or mxfp8"
-    for key in cast.unsupported(consumer):
+    if is_state and cast.of:
+        places = ", ".join(SEEN_BEFORE)
+        yield f"{place} = {cast.of!r}, but only {places} take the numbers of another place; name a cast"
+    if cast.center and place.endswith(".w"):
+        yield f"center = {cast.center!r}, but a weight has no tokens; leave the key out"
+    if cast.feedback and place != "weight":
+        yield f"feedback = {cast.feedback!r}, but it belongs to weight; remove the key"
+    for key in cast.unsupported(kind):
+        why = _NOT_IN_STATE.get(key, _WHY[kind]) if is_state else _WHY[kind]
         yield f"{key} = {cast.values()[key]!r}, but {why}; leave the key out"
+    if kind == Consumer.ATTENTION and cast.signs == "random":
+        yield 'signs = "random", but transforms of attention have fixed signs; leave the key out'
+    if is_state and cast.has_row_scales:
+        yield (
+            f'tensor_scale = {cast.tensor_scale!r}, but it belongs to GEMM operands; write "tensor" or "none"'
+        )
+    if cast.prescale and place != "grad":
+        yield "prescale = true, but it belongs to grad; remove the key"
+    is_table = cast.expand or cast.codebook or not is_in_torch(cast.element)
+    if place == "weight" and (is_table or cast.scale not in ("none", "fp32")):
+        yield (
+            f"weight = {cast.name!r}, but a weight needs a format that torch can hold and fp32 "
+            "scales, such as bf16, fp16-scaled or e4m3"
+        )
+
+
+def _of_wire(place: str, cast: Cast) -> Iterator[str]:
+    """Gradients that are added in a format that would need rescaling after an addition."""
+    is_byte = cast.scale == "fp32" and cast.element.bits == 8
+    if place == "reduce" and (cast.unsupported(Consumer.REDUCE) or not (is_byte or cast.name in WIDE)):
+        yield (
+            f"reduce = {cast.name!r}, but gradients are added up in {', '.join(WIDE)}, or in "
+            "codes of a byte under one fp32 scale a tensor, such as e4m3, each sum rounded to the nearest"
+        )
 
 
 def require_recipe(recipe: Any) -> None:
@@ -116,32 +134,34 @@ def require_recipe(recipe: Any) -> None:
     inputs = [c["fprop.x"] for c in (recipe.casts, *(r.casts for r in recipe.rules)) if "fprop.x" in c]
     for number, rule in enumerate((None, *recipe.rules)):
         of = Places(places={**recipe.places, **(rule.places if rule else {})})
-        casts = of.casts
         for problem in chain(
-            _of_products(casts),
-            _of_reuse(casts, recipe.saved),
-            _of_attention_products(of.attention),
-            _of_channels(casts, inputs),
-            _of_kept(recipe.saved, casts["fprop.x"]),
-            _of_state(of.state),
+            _of_products(of.places),
+            _of_reuse(of.casts, recipe.saved),
+            _of_channels(of.casts, inputs),
+            _of_kept(recipe.saved, of["fprop.x"]),
+            _of_weight(of["weight"], of.places["master"]),
         ):
             raise UserError(f"recipe {recipe.name!r}: {f'rule {number}: ' if number else ''}{problem}")
     operands = weight_operands(recipe.places, *(rule.places for rule in recipe.rules if rule.is_for_all))
-    for problem in chain(
-        _of_gather(recipe["gather"], operands, recipe["weight"]), _of_reduce(recipe["reduce"])
-    ):
+    for problem in _of_gather(recipe["gather"], operands, recipe["weight"]):
         raise UserError(f"recipe {recipe.name!r}: {problem}")
 
 
-def _of_products(casts: Casts) -> Iterator[str]:
-    """Operands that cannot be multiplied: both need the same transform, or none."""
-    for a, b in zip(GEMM_PLACES[::2], GEMM_PLACES[1::2], strict=True):
-        first, second = casts[a], casts[b]
-        if (first.hadamard, first.signs) != (second.hadamard, second.signs):
+def _of_products(places: Mapping[str, Cast | None]) -> Iterator[str]:
+    """Operands that cannot be multiplied: both need the same transform, or none.
+
+    In the backward pass of attention, a matmul whose gradient is not narrow takes the other operand
+    unquantized.
+    """
+    for pair in (*(GROUPS[gemm] for gemm in GEMMS), *ATTENTION_PRODUCTS.values()):
+        casts = [places.get(place) for place in pair]
+        if any(p in GRADIENT_PLACES and not (c and c.is_scaled) for p, c in zip(pair, casts, strict=True)):
+            continue
+        first, second = ((0, ()) if cast is None else (cast.hadamard, cast.signs) for cast in casts)
+        if first != second:
             yield (
-                f"hadamard = {first.hadamard} in {a} and {second.hadamard} in {b}, but the product stays "
-                "the same only if both operands are transformed alike; give both places the same size and "
-                "signs"
+                f"hadamard = {first[0]} in {pair[0]} and {second[0]} in {pair[1]}, but the product stays the "
+                "same only if both operands are transformed alike; give both places the same size and signs"
             )
 
 
@@ -180,56 +200,12 @@ def _of_kept(saved: str | Cast, x: Cast) -> Iterator[str]:
         )
 
 
-def _of_attention_products(attention: Mapping[str, Cast | None]) -> Iterator[str]:
-    """A matmul of attention with only one operand transformed.
-
-    In the backward pass, a matmul whose gradient is not narrow takes the other operand unquantized.
-    """
-    for product, (a, b) in ATTENTION_PRODUCTS.items():
-        gradient = attention.get(a if a.endswith((".do", ".ds")) else b)
-        is_backward = "do" in product or "ds" in product
-        if is_backward and (gradient is None or not gradient.is_scaled):
-            continue
-        casts = attention.get(a), attention.get(b)
-        first, second = ((0, ()) if cast is None else (cast.hadamard, cast.signs) for cast in casts)
-        if first != second:
-            yield (
-                f"hadamard = {first[0]} in {a} and {second[0]} in {b}, but their product stays the "
-                "same only if both are transformed alike; give both places the same size and signs"
-            )
-
-
-def _of_state(state: Mapping[str, Cast | None]) -> Iterator[str]:
-    """Casts of operands only, weights without a dtype, a master of nothing."""
-    weight, master = state["weight"], state["master"]
-    assert weight is not None
-    for place, cast in state.items():
-        if cast is None:
-            continue
-        if cast.of:
-            places = ", ".join(SEEN_BEFORE)
-            yield f"{place} = {cast.of!r}, but only {places} take the numbers of another place; name a cast"
-        for key in cast.unsupported(Consumer.STATE):
-            why = _NOT_IN_STATE.get(key, "it belongs to GEMM operands")
-            yield f"{key} in place {place!r}, but {why}; remove the key"
-        if cast.has_row_scales:
-            yield (
-                f"tensor_scale = {cast.tensor_scale!r} in place {place!r}, but it belongs to "
-                'GEMM operands; write "tensor" or "none"'
-            )
-        if cast.feedback and (place != "weight" or cast.name == "fp32" or master is not None):
-            yield (
-                f"feedback = {cast.feedback!r} in place {place!r}, but it is for narrow "
-                "weights without a master, whose rounding error goes into the first moment; write "
-                'master = "none", or remove the key'
-            )
-        if cast.prescale and place != "grad":
-            yield f"prescale in place {place!r}, but it belongs to grad; remove the key"
-    is_table = weight.expand or weight.codebook
-    if not is_in_torch(weight.element) or is_table or weight.scale not in ("none", "fp32"):
+def _of_weight(weight: Cast, master: Cast | None) -> Iterator[str]:
+    """A weight and a master that do not go together."""
+    if weight.feedback and (weight.name == "fp32" or master is not None):
         yield (
-            f"weight = {weight.name!r}, but a weight needs a format that torch can hold and fp32 "
-            "scales, such as bf16, fp16-scaled or e4m3"
+            f"feedback = {weight.feedback!r} in weight, but it is for narrow weights without a master, whose "
+            'rounding error goes into the first moment; write master = "none", or remove the key'
         )
     if master is not None and weight.name == "fp32":
         yield (
@@ -301,29 +277,19 @@ def _of_gather(cast: Cast, operands: Sequence[Cast], weight: Cast) -> Iterator[s
 
     `operands` are the casts of fprop.w and dgrad.w at any time, `weight` is the cast of the stored weight.
     """
+    if fitting_gather(cast, operands, weight) == cast:
+        return
     if weight.name != "fp32":
-        if not keeps_stored(cast, weight):
-            yield (
-                f"gather = {cast.name!r}, but weights at rest in {weight.name!r} travel as they "
-                'are; remove the key, or write gather = "fp32"'
-            )
-    elif not keeps_products(cast, operands):
-        seen = ", ".join(dict.fromkeys(repr(c.name) for c in operands))
         yield (
-            f"gather = {cast.name!r}, but weights can travel only in the cast that fprop.w and "
-            f"dgrad.w both have at all times (here {seen}), with one scale a tensor or none, rounded to the "
-            'nearest; write gather = "fp32"'
+            f"gather = {cast.name!r}, but weights at rest in {weight.name!r} travel as they "
+            'are; remove the key, or write gather = "fp32"'
         )
-
-
-def _of_reduce(cast: Cast) -> Iterator[str]:
-    """Gradients that are added in a format that would need rescaling after an addition."""
-    is_byte = cast.scale == "fp32" and cast.element.bits == 8
-    if cast.unsupported(Consumer.REDUCE) or not (is_byte or cast.name in WIDE):
-        yield (
-            f"reduce = {cast.name!r}, but gradients are added up in {', '.join(WIDE)}, or in "
-            "codes of a byte under one fp32 scale a tensor, such as e4m3, each sum rounded to the nearest"
-        )
+    seen = ", ".join(dict.fromkeys(repr(c.name) for c in operands))
+    yield (
+        f"gather = {cast.name!r}, but weights can travel only in the cast that fprop.w and "
+        f"dgrad.w both have at all times (here {seen}), with one scale a tensor or none, rounded to the "
+        'nearest; write gather = "fp32"'
+    )
 
 
 def have_same_numbers(casts: Mapping[str, Cast], a: str, b: str) -> bool:
@@ -360,22 +326,18 @@ def weight_operands(*given: Mapping[str, Cast | None]) -> tuple[Cast, ...]:
 
 
 def fitting_gather(requested: Cast, operands: Sequence[Cast], weight: Cast) -> Cast:
-    """The requested cast if it changes no GEMM, else one that changes none: the weight's, or fp32."""
-    if weight.name != "fp32":
-        stored = weight.having(rounding="nearest-even", feedback="")
-        return next((c for c in (requested, stored) if keeps_stored(c, weight)), FP32)
-    return requested if keeps_products(requested, operands) else FP32
+    """The requested cast if it changes no GEMM, else one that changes none: the weight's, or fp32.
 
-
-def keeps_stored(cast: Cast, weight: Cast) -> bool:
-    """Whether a quantized weight keeps its values in this cast."""
-    is_same = cast == weight.having(rounding=cast.rounding, feedback=cast.feedback)
-    return cast.name == "fp32" or (is_same and weight.block is None)
-
-
-def keeps_products(cast: Cast, operands: Sequence[Cast]) -> bool:
-    """Whether GEMMs see the same values of a weight sent in this cast as of one in fp32."""
-    if cast.name == "fp32":
-        return True
-    is_one = cast.scale == "fp32" or not cast.is_scaled
-    return is_one and not cast.unsupported(Consumer.GATHER) and all(c == cast for c in operands)
+    A quantized weight keeps its values in its own cast; GEMMs see the same values of a wide one if it is sent
+    in the cast that they all have.
+    """
+    if requested.name == "fp32":
+        return requested
+    if weight.name == "fp32":
+        is_one = requested.scale == "fp32" or not requested.is_scaled
+        keeps = is_one and not requested.unsupported(Consumer.GATHER)
+        return requested if keeps and all(c == requested for c in operands) else FP32
+    if weight.block is not None:
+        return FP32
+    is_own = requested == weight.having(rounding=requested.rounding, feedback=requested.feedback)
+    return requested if is_own else weight.having(rounding="nearest-even", feedback="")

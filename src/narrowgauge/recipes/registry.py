@@ -11,44 +11,21 @@ from narrowgauge.system.errors import UserError, unknown
 from narrowgauge.system.files import named_text, shipped_text, unknown_name
 from narrowgauge.system.toml_text import parse_toml
 
-# Recipes that were read from a tool's own files (`exchange`), each in the tool's folder. ModelOpt's are about
-# the forward pass, NeMo-RL's about mixtures of experts, so the tables of training formats leave them out.
-_OF_TOOLS: Mapping[str, tuple[str, ...]] = {
-    "modelopt": (
-        "fp8-default",
-        "fp8-per-channel-per-token",
-        "fp8-2d-blockwise-weight-only",
-        "mxfp8",
-        "mxint8",
-        "mxfp6",
-        "w4a8-mxfp4-fp8",
-        "w4a8-nvfp4-fp8",
-        "mxfp4",
-        "mxfp4-mlp-weight-only",
-        "nvfp4-default",
-        "nvfp4-mlp-only",
-        "nvfp4-omlp-only",
-        "nvfp4-experts-only",
-        "nvfp4-weight-only",
-        "nvfp4-mlp-weight-only",
-    ),
-    "nemo-rl": ("nvfp4-routed-experts", "mxfp8-routed-experts"),
-}
 #: The modes of MS-AMP's GPT-3 scripts that have another name here.
 _MODES = {"te": "fp8", "msamp": "msamp-o2"}
+parse_recipe = Recipe.from_toml
 
 
 @cache
 def _notes() -> dict[str, dict[str, str]]:
-    """The shipped recipes that train, in the order of tables, each with what is known of it."""
+    """The files of shipped recipes, in the order of tables, each with what is known of it."""
     return parse_toml(shipped_text("recipes", "shipped"), "list of recipes")
 
 
 @cache
 def _files() -> dict[str, str]:
-    """The file of each recipe, below `shipped/`."""
-    of_tools = {f"{tool}-{name}": f"{tool}/{name}" for tool, names in _OF_TOOLS.items() for name in names}
-    return {name: name for name in _notes()} | of_tools
+    """The file of each recipe, below `shipped/`: those of a tool are in its folder."""
+    return {file.replace("/", "-"): file for file in _notes()}
 
 
 def differs(name: str) -> str:
@@ -68,14 +45,10 @@ def recipe_names(tool: str = "") -> list[str]:
     Args:
         tool: "" for those that train, or "modelopt" or "nemo-rl" for those read from that tool's files.
     """
-    if tool and tool not in [*_OF_TOOLS]:
-        raise unknown("tool", tool, _OF_TOOLS)
-    return [f"{tool}-{name}" for name in _OF_TOOLS[tool]] if tool else list(_notes())
-
-
-def parse_recipe(text: str, where: str) -> Recipe:
-    """Parse the text of a TOML file into a recipe (`Recipe.from_toml`)."""
-    return Recipe.from_toml(text, where)
+    folders = [file.rpartition("/")[0] for file in _files().values()]
+    if tool not in folders:
+        raise unknown("tool", tool, filter(None, dict.fromkeys(folders)))
+    return [name for name, folder in zip(_files(), folders, strict=True) if folder == tool]
 
 
 def is_shipped(one: Recipe) -> bool:

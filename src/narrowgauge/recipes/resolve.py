@@ -20,9 +20,8 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 
 from narrowgauge.quantization import Cast
-from narrowgauge.recipes.places import STATE_PLACES
+from narrowgauge.recipes.places import STATE_PLACES, Rule, matches
 from narrowgauge.recipes.recipe import ROUTER, Recipe
-from narrowgauge.recipes.rule import Rule, matches
 from narrowgauge.system.errors import UserError
 
 HEAD = "head"
