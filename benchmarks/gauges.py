@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from narrowgauge.optim.gauges import make_gauges
+from narrowgauge.nn import Gauges
 from narrowgauge.trainer.data import open_data
 from narrowgauge.trainer.runs.monitor.hardware import choose_device, synchronize
 from narrowgauge.trainer.runs.run_directory import RunDirectory
@@ -50,7 +50,7 @@ def measure(args: argparse.Namespace, recipe: str, folder: Path) -> tuple[list[f
         for i in range(2 * args.pairs + 2):
             synchronize(device)
             start = time.perf_counter()
-            gauges = make_gauges(trainer) if i % 2 else None
+            gauges = Gauges.of(trainer.model, trainer.optimizer, trainer.names) if i % 2 else None
             trainer.train_step(batches, gauges=gauges)
             if gauges is not None:
                 directory.record_gauges(gauges.lines(trainer.step))

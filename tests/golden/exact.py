@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from golden.arithmetic import digest, numbers
 from narrowgauge.formats import random_stream
-from narrowgauge.nn import Linear
+from narrowgauge.nn import Linear, set_step
 from narrowgauge.quantization import cast, emulate, quantize
 from narrowgauge.recipes import recipe
 
@@ -105,7 +105,7 @@ def of_layer(name: str) -> dict[str, str]:
     layer, found = Linear(plain, recipe(name), 5), {}
     for step in (1, 2):
         x = (numbers(48, 160, odd=7919) * step).bfloat16().requires_grad_()
-        layer.set_position(7, step, 0, 4, 3)
+        set_step(layer, 7, step, 0, 4, 3)
         with in_float64():
             y = layer(x)
             y.backward(numbers(48, 96, odd=104729).bfloat16() / 512)

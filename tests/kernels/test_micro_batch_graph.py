@@ -7,7 +7,7 @@ that they had when they were recorded. What a CUDA graph would get wrong goes wr
 import pytest
 import torch
 
-from narrowgauge.optim.gauges import make_gauges
+from narrowgauge.nn import Gauges
 from narrowgauge.recipes import recipe_names
 from narrowgauge.trainer.bench.worker import random_batches
 from narrowgauge.trainer.distributed.parallel.micro_batch_graph import graph_gap
@@ -71,7 +71,7 @@ def test_what_is_read_or_validated_runs_launch_by_launch_and_is_recorded_again(d
         own = []
         for step in range(6):
             names = {p: name for name, p in trainer.model.named_parameters()}
-            gauges = make_gauges(trainer.model, trainer.optimizer, names) if step == 3 else None
+            gauges = Gauges.of(trainer.model, trainer.optimizer, names) if step == 3 else None
             own.append(trainer.train_step(iter(batches), gauges=gauges))
             if step == 4:
                 own.append(trainer.engine.evaluate(batches[0]).item())

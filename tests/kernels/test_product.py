@@ -14,7 +14,7 @@ from narrowgauge.kernels.cast import emulate_rows
 from narrowgauge.kernels.gradient_sum import through_rounding
 from narrowgauge.kernels.product import scaled_and_rounded
 from narrowgauge.kernels.triton.fp4_rows import launch_ranked
-from narrowgauge.nn import Linear
+from narrowgauge.nn import Linear, set_step
 from narrowgauge.quantization import QuantContext, estimator_slope, make_cast
 from narrowgauge.quantization import emulate as emulate_in_torch
 from narrowgauge.quantization.transforms import quantile_ranks, ranked
@@ -127,7 +127,7 @@ def test_a_layer_asks_for_the_same_products(name, device, monkeypatch):
         torch.manual_seed(0)
         layer = Linear(torch.nn.Linear(64, 96, bias=False), recipe(name), 0).to(device)
         layer.spec = replace(layer.spec, native=True)  # what a GPU of the right generation decides
-        layer.set_position(1, 1, 0)
+        set_step(layer, 1, 1, 0)
         y = layer(x.clone().requires_grad_())
         y.backward(torch.full_like(y, 0.25))
     assert len(asked) == 6

@@ -8,7 +8,7 @@
 import pytest
 import torch
 
-from narrowgauge.nn import Linear, convert
+from narrowgauge.nn import Linear, convert, set_step
 from narrowgauge.recipes import recipe, recipe_names
 from narrowgauge.trainer.models import Transformer, initialize, model_config
 from support.covering import representatives
@@ -59,7 +59,7 @@ def steps(layer, x, dy, call=None, numbers=(1, 2)):
     found = []
     for number in numbers:
         if number is not None:
-            layer.set_position(0, number, 0)
+            set_step(layer, 0, number, 0)
         layer.zero_grad()
         x.grad = None
         y = (call or layer)(x)

@@ -9,8 +9,8 @@ import torch
 import narrowgauge as ng
 from narrowgauge.formats import RandomStream
 from narrowgauge.kernels.attention import document_mask
-from narrowgauge.nn.transformer import attention_function
-from narrowgauge.nn.transformer.attention_function import AttentionContext, narrow_attention
+from narrowgauge.nn.transformer import attention
+from narrowgauge.nn.transformer.attention import AttentionContext, narrow_attention
 from narrowgauge.quantization import make_cast
 from narrowgauge.system.errors import UserError
 from oracle import reference_quantize
@@ -143,7 +143,7 @@ def test_narrow_attention_is_that_of_the_oracle(name):
 def test_pieces_change_no_number(monkeypatch, name, heads):
     context = AttentionContext(casts_of(name), keys=KEYS, first_sample=FIRST)
     whole = computed(*tensors(torch.bfloat16), documents(), context)
-    monkeypatch.setitem(attention_function.SCORES, "cpu", heads * T * T)
+    monkeypatch.setitem(attention.SCORES, "cpu", heads * T * T)
     pieces = computed(*tensors(torch.bfloat16), documents(), context)
     assert torch.equal(pieces[0], whole[0])
     assert torch.equal(pieces[1], whole[1])

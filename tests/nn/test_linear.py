@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from narrowgauge.formats import random_stream, round_to
-from narrowgauge.nn import DTYPES, Linear, convert
+from narrowgauge.nn import DTYPES, Linear, convert, set_step
 from narrowgauge.quantization import Cast, QuantContext, estimator_slope, quantize_in_context
 from narrowgauge.recipes import GEMM_PLACES, Recipe, recipe
 from narrowgauge.system.errors import UserError
@@ -100,7 +100,7 @@ def run(layer, r, x, dy):
     """y, dx, dw of a layer under a recipe."""
     under = Linear(layer, r, INDEX)
     if under.is_random:
-        under.set_position(SEED, STEP, 0)
+        set_step(under, SEED, STEP, 0)
     x = x.clone().requires_grad_()
     under.weight.grad = None
     y = under(x)

@@ -7,15 +7,15 @@ import torch
 
 import narrowgauge as ng
 from narrowgauge.formats import RandomStream, decode
+from narrowgauge.kernels.amax import raise_amax
 from narrowgauge.nn import convert, discard_step, recipe_tensors, set_step
 from narrowgauge.nn.histories import AmaxHistory, end_steps
 from narrowgauge.quantization import QuantContext, emulate, make_cast, quantize_in_context
-from narrowgauge.recipes import parse_recipe
+from narrowgauge.recipes import Recipe, parse_recipe
 from oracle import reference_quantize
 
 K, N = 64, 32
-HELD = 'compute = "fp32"\nfprop.x = {element = "e2m1", block = 16, scale = "e5m3", tensor_scale = "tensor", '
-HELD += "refresh = 3}"
+HELD = {"element": "e2m1", "block": 16, "scale": "e5m3", "tensor_scale": "tensor", "refresh": 3}
 STOCHASTIC = 'cast = "mxfp4", hadamard = 32, rounding = "stochastic"'
 
 
@@ -31,7 +31,7 @@ def keeping(**keys):
 #: By kind: a recipe, and the names of the state of fprop.x.
 KINDS = {
     "history": ("fp8-delayed", {"amax", "entries", "scale"}),
-    "held": (parse_recipe(HELD, "held"), {"amax", "held", "age"}),
+    "held": (Recipe.from_dict({"compute": "fp32", "fprop.x": HELD}), {"amax", "held", "age"}),
     "kept": (keeping(keep_steps=2, keep_every=3), {"squares", "sums", "chosen", "age"}),
 }
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -97,7 +97,7 @@ def feed(h, magnitudes):
     """The scale after each step with one tensor of a magnitude."""
     scales = []
     for a in magnitudes:
-        h.update(torch.tensor([0.5 * a, -a]))
+        raise_amax(h.amax, torch.tensor([0.5 * a, -a]))
         h.end_step()
         scales.append(h.scale.item())
     return scales
@@ -132,7 +132,7 @@ def test_steps_of_many_histories_end_as_each_by_itself():
         for i, pair in enumerate(zip(together, alone, strict=True)):
             x = torch.randn(4, generator=g) * (i % 5)
             for h in pair:
-                h.update(x)
+                raise_amax(h.amax, x)
         end_steps(together)
         for one, other in zip(together, alone, strict=True):
             other.end_step()
@@ -140,13 +140,10 @@ def test_steps_of_many_histories_end_as_each_by_itself():
     assert len({h.scale.item() for h in together}) > 8
 
 
-TABLE = {"element": "e2m1", "block": 16, "scale": "e5m3", "tensor_scale": "tensor", "refresh": 3}
-
-
 @pytest.mark.parametrize("scale", ["e5m3", "e4m3", "bf16"])
 @pytest.mark.parametrize("held", [0.0, 0.37, 11.0])
 def test_under_a_held_magnitude_as_by_hand(scale, held):
-    x, c = torch.randn(8, 40, generator=torch.Generator().manual_seed(0)), make_cast(TABLE | {"scale": scale})
+    x, c = torch.randn(8, 40, generator=torch.Generator().manual_seed(0)), make_cast(HELD | {"scale": scale})
     q = quantize_in_context(x, c, -1, QuantContext(held=torch.tensor(held)))
     hand = reference_quantize(x.numpy(), c, held=held)
     np.testing.assert_array_equal(decode(q.codes, c.element).numpy(), hand.values)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from narrowgauge.nn import Gauges, Linear
+from narrowgauge.nn import Gauges, Linear, set_step
 from narrowgauge.quantization import make_cast, quantize
 from narrowgauge.quantization.gauges.figures import figures, gauge_operand
 from narrowgauge.recipes import recipe
@@ -24,7 +24,7 @@ def one_step(layer, x, dy, micro_batches=1, recompute=False):
     """Lines by place of a step of one layer."""
     gauges = Gauges({"it": layer}, {})
     for i in range(micro_batches):
-        layer.set_position(1, 2, i)
+        set_step(layer, 1, 2, i)
         gauges.begin_micro_batch(i == 0, i == micro_batches - 1)
         x_i = (x if i == 0 else x * 3).requires_grad_()
         y = checkpoint(layer, x_i, use_reentrant=False) if recompute else layer(x_i)
@@ -70,7 +70,7 @@ def test_products_are_compared_with_those_of_the_numbers_before_any_rounding(nam
     w, lines = layer.weight.detach().float(), one_step(layer, x, dy)
     places = {"fprop.x", "fprop.w", "dgrad.dy", "fprop.y", "dgrad.dx", "wgrad.dw"}
     assert name != "fp8" or set(lines) == places, "numbers that two products share stand once"
-    layer.set_position(1, 2, 0)
+    set_step(layer, 1, 2, 0)
     x = x.detach().clone().requires_grad_()
     layer.weight.grad = None
     y = layer(x)

@@ -4,7 +4,7 @@ more; in the backward pass, kept in their bits; on the way between processes. An
 import pytest
 import torch
 
-from narrowgauge.nn import Linear
+from narrowgauge.nn import Linear, set_step
 from narrowgauge.nn.weight import WeightGather
 from narrowgauge.quantization import (
     DEFAULT_CONTEXT,
@@ -29,7 +29,7 @@ def run(r, w=None, x=None, dtype=torch.float32, **places):
     layer.weight.data = own_w if w is None else w
     x, dy = (own_x if x is None else x).to(dtype).requires_grad_(), dy.to(dtype)
     layer = Linear(layer, (parse_recipe(r, "mine") if "\n" in r else recipe(r)).with_places(places), 0)
-    layer.set_position(1, 2, 0)
+    set_step(layer, 1, 2, 0)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         y = layer(x)
@@ -58,7 +58,7 @@ def test_random_numbers_are_drawn_once():
     x, layer = torch.randn(M, K), torch.nn.Linear(K, K, bias=False)
     layer.weight.data = torch.eye(K)
     layer = Linear(layer, parse_recipe(text, "mine"), 0)
-    layer.set_position(1, 2, 0)
+    set_step(layer, 1, 2, 0)
     y = layer(x)
     y.backward(torch.eye(M, K))
     assert torch.equal(layer.weight.grad[:M], y.detach())

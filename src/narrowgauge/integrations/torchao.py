@@ -21,7 +21,7 @@ import torch
 
 from narrowgauge.nn import Linear
 from narrowgauge.nn.convert import apply_plan, plan_of
-from narrowgauge.nn.transformer.reach import warn_of_left
+from narrowgauge.nn.transformer.outline import warn_of_left
 from narrowgauge.recipes import Recipe
 from narrowgauge.recipes import recipe as recipe_named
 from narrowgauge.system.errors import UserError

@@ -29,7 +29,6 @@ from torchtitan.protocols.module import Module
 from narrowgauge.integrations.torchtitan_optimizers import NarrowOptimizers
 from narrowgauge.nn import Linear, convert
 from narrowgauge.nn.histories import AmaxHistory, ChannelChoice, HeldAmax, History
-from narrowgauge.nn.step_state import StepState
 from narrowgauge.recipes import Recipe, RecipeLike
 from narrowgauge.system.errors import UserError
 
@@ -81,7 +80,7 @@ class NarrowLinear(Linear, TitanLinear):  # type: ignore[misc, unused-ignore]
                 )
         super().parallelize(parallel_dims)
 
-    def begin_pass(self) -> StepState:
+    def begin_pass(self) -> bool:
         """Begin a forward pass."""
         if (self.is_random or self.histories) and not self.step_is_set and torch.is_grad_enabled():
             raise UserError(

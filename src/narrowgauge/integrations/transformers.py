@@ -26,7 +26,6 @@ from narrowgauge.guard import Guard, GuardRules
 from narrowgauge.nn import Gauges, convert, discard_step, set_step
 from narrowgauge.nn.gauges import means
 from narrowgauge.optim import AdamW, Optimizer
-from narrowgauge.optim.gauges import make_gauges
 from narrowgauge.recipes import RecipeLike
 from narrowgauge.system.errors import UserError
 
@@ -165,7 +164,7 @@ class NarrowTrainerCallback(TrainerCallback):  # type: ignore[misc, unused-ignor
         self.micro_batch = 0
         if self.gauges_every and (state.global_step + 1) % self.gauges_every == 0:
             model, optimizer = kwargs["model"], _own(kwargs["optimizer"])
-            self.gauges = make_gauges(model, optimizer, {p: name for name, p in model.named_parameters()})
+            self.gauges = Gauges.of(model, optimizer)
         self._begin_micro_batch(args, state, kwargs["model"])
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

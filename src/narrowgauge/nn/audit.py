@@ -10,10 +10,9 @@ import torch
 
 from narrowgauge.nn.convert import plan_of
 from narrowgauge.nn.linear import Linear
-from narrowgauge.nn.transformer.outline import linear_layers
-from narrowgauge.nn.transformer.reach import matmul_weights, why_left
+from narrowgauge.nn.transformer.outline import linear_layers, matmul_weights, why_left
 from narrowgauge.quantization import Cast, has_gradient, state_of
-from narrowgauge.recipes import ModelPlan, Recipe, RecipeLike
+from narrowgauge.recipes import Recipe, RecipeLike
 from narrowgauge.system.errors import checked
 
 
@@ -83,16 +82,13 @@ def audit(
     if recipe is None:
         return Audit(_records(model))
     plan = plan_of(model, recipe, keep, also=also)
-    records = [AuditRecord(name, *_planned(plan, name)) for name in plan.outline.layers]
+    records = []
+    for name in plan.outline.layers:
+        part = plan.parts[name]
+        note = f"kept in {part.compute}" if plan.recipe.is_narrow and not part.is_narrow else ""
+        records.append(AuditRecord(name, _casts(part.casts, part), None, None, note))
     left = (w for w in matmul_weights(model, also) if w.why)
     return Audit(records + [AuditRecord(w.name, None, None, None, f"not converted: {w.why}") for w in left])
-
-
-def _planned(plan: ModelPlan, layer: str) -> tuple[str, None, None, str]:
-    """The record of a layer under a recipe, without its name."""
-    part = plan.parts[layer]
-    is_kept = plan.recipe.is_narrow and not part.is_narrow
-    return _casts(part.casts, part), None, None, f"kept in {part.compute}" if is_kept else ""
 
 
 def _records(model: torch.nn.Module) -> Iterator[AuditRecord]:

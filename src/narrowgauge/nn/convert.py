@@ -17,8 +17,16 @@ from narrowgauge.nn.linear import Linear
 from narrowgauge.nn.self_test import verified_backend
 from narrowgauge.nn.step_state import Conversion, stepped_modules
 from narrowgauge.nn.transformer.attention import NarrowAttention
-from narrowgauge.nn.transformer.outline import is_conv1d, is_linear, linear_layers, outline_of
-from narrowgauge.nn.transformer.reach import matmul_weights, reasons, untouched_layers, warn_of_left
+from narrowgauge.nn.transformer.outline import (
+    is_conv1d,
+    is_linear,
+    linear_layers,
+    matmul_weights,
+    outline_of,
+    reasons,
+    untouched_layers,
+    warn_of_left,
+)
 from narrowgauge.nn.transformer.residual import NarrowResidual
 from narrowgauge.nn.transformer.stacked_experts import StackedExperts, is_stacked, require_plain_state
 from narrowgauge.recipes import (
@@ -70,7 +78,7 @@ def convert(
             casts and the weights of experts are stacked.
 
     Warns:
-        UserWarning: More than a few of the model's matmul weights stay as they are (`transformer/reach.py`).
+        UserWarning: More than a few of the model's matmul weights stay as they are (`warn_of_left`).
     """
     apply_plan(model, plan_of(model, recipe, keep, also=also), backend)
     warn_of_left(model)
@@ -146,7 +154,7 @@ def apply_plan(model: torch.nn.Module, plan: ModelPlan, backend: str) -> None:
     for name, experts in stacks.items():
         stack = StackedExperts.of(experts)
         first = stack.use(recipe, name, plan.parts, first, backend)
-        _put(model, name, stack)
+        model.set_submodule(name, stack)
     _replace_places(model, recipe, plan.parts)
     conversion = Conversion()
     for name, module in stepped_modules(model).items():
@@ -161,10 +169,11 @@ def _convert_layers(model: torch.nn.Module, plan: ModelPlan, backend: str) -> in
     modules = dict(model.named_modules(remove_duplicate=False))
     names = (name for name in plan.outline.layers if name in modules)  # others are of stacked experts
     layers: dict[str, Any] = {name: layer for name in names if is_linear(layer := modules[name])}
-    shared = _shared_parameters(model)
+    named = (m.named_parameters(recurse=False, remove_duplicate=False) for m in model.modules())
+    owners = Counter(p for parameters in named for _, p in parameters)
     for index, (name, layer) in enumerate(layers.items()):
         recipe = plan.parts[name]
-        if layer.weight in shared:
+        if owners[layer.weight] > 1:  # such as a head tied to an embedding
             recipe = recipe.with_places(WIDE_WEIGHT)
         before = torch.nn.Module.__new__(type(layer))
         before.__dict__, layer.__dict__ = vars(layer), {}
@@ -173,13 +182,6 @@ def _convert_layers(model: torch.nn.Module, plan: ModelPlan, backend: str) -> in
         Linear.__init__(layer, before, recipe, index, is_transposed, plan.recipe, backend)
         layer.train(before.training)
     return len(layers)
-
-
-def _shared_parameters(model: torch.nn.Module) -> set[torch.nn.Parameter]:
-    """Parameters that several modules hold, such as a head tied to an embedding: they stay fp32."""
-    named = (m.named_parameters(recurse=False, remove_duplicate=False) for m in model.modules())
-    owners = Counter(p for parameters in named for _, p in parameters)
-    return {p for p, count in owners.items() if count > 1}
 
 
 def _leave_fast_path(model: torch.nn.Module) -> None:
@@ -209,30 +211,14 @@ def _refuse_unreachable(model: torch.nn.Module, recipe: Recipe) -> None:
 
 
 def _replace_places(model: torch.nn.Module, recipe: Recipe, resolved: Mapping[str, Recipe]) -> None:
-    """Make every attention and every point of the stream compute under a recipe, in place.
-
-    Args:
-        model: The model; modules that are already under a recipe change to the new one.
-        recipe: The recipe of the model.
-        resolved: The recipe of each attention by its name.
-    """
-
-    def attention(name: str, index: int) -> Attention:
-        part = resolved[name]
-        return NarrowAttention(part, index) if part.narrows_attention else Attention()
-
-    def residual(name: str, index: int) -> Residual:
-        return Residual() if recipe["stream"].name == "fp32" else NarrowResidual(recipe, index)
-
-    for kind, make in ((Attention, attention), (Residual, residual)):
+    """Put attentions (each under its recipe in `resolved`) and points of the stream under a recipe."""
+    for kind in (Attention, Residual):
         found = [(name, module) for name, module in model.named_modules() if isinstance(module, kind)]
         for index, (name, old) in enumerate(found):
-            new = make(name, index)
+            new: torch.nn.Module = kind()
+            if kind is Attention and resolved[name].narrows_attention:
+                new = NarrowAttention(resolved[name], index)
+            elif kind is Residual and recipe["stream"].name != "fp32":
+                new = NarrowResidual(recipe, index)
             if not (type(old) is type(new) is kind):  # a plain one stays the same object
-                _put(model, name, new.train(old.training))
-
-
-def _put(model: torch.nn.Module, name: str, module: torch.nn.Module) -> None:
-    """Replace the module with a given name."""
-    parent, _, child = name.rpartition(".")
-    setattr(model.get_submodule(parent), child, module)
+                model.set_submodule(name, new.train(old.training))

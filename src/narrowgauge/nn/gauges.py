@@ -19,13 +19,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from narrowgauge.nn.observer import Observation, evenly
-from narrowgauge.quantization import Cast, QuantizedState, cast, plain_gradient
+from narrowgauge.nn.step_state import stepped_modules
+from narrowgauge.quantization import Cast, QuantizedState, cast, plain_gradient, state_of
 from narrowgauge.quantization.blocks import blocks_of
 from narrowgauge.quantization.gauges.figures import (
     cosine_similarity,
@@ -37,13 +38,7 @@ from narrowgauge.quantization.gauges.figures import (
 )
 
 DIGITS = 6  # significant digits written
-
-
-class Key(NamedTuple):
-    """The layer and the place that a gauge reads."""
-
-    layer: str
-    place: str
+Key = tuple[str, str]  # the layer and the place that a gauge reads
 
 
 class Gauges:
@@ -51,35 +46,54 @@ class Gauges:
 
     def __init__(
         self,
-        layers: Mapping[str, torch.nn.Module],
-        state: Mapping[tuple[str, str], QuantizedState | torch.Tensor],
+        layers: Mapping[str, Any],
+        state: Mapping[Key, QuantizedState | torch.Tensor],
     ) -> None:
-        """Prepare for a step; nothing is read yet.
+        """Prepare to read layers by name, and state and plain parameters by (layer, place).
 
-        Args:
-            layers: The `nn.Linear`s of a converted model, by name.
-            state: The state tensors and the plain parameters, by (layer, place). The gradient of a plain
-                parameter is read from it.
+        The gradient of a plain parameter is read from it.
         """
         self.layers = dict(layers)
-        self.state = {Key(*key): tensor for key, tensor in state.items()}
+        self.state = dict(state)
         self.vectors: dict[Key, tuple[Cast, torch.Tensor]] = {}  # made by `quantization.gauges.gauge`
         self.products: dict[Key, torch.Tensor] = {}
+
+    @classmethod
+    def of(
+        cls,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        names: Mapping[torch.Tensor, str] | None = None,
+    ) -> "Gauges":
+        """The gauges of all layers under a recipe, and of the weights, gradients and moments of matrices.
+
+        Args:
+            model: A model that `convert` has changed.
+            optimizer: Its optimizer; moments in torch's own form have no gauge.
+            names: Other names of the parameters than the model's, or names of some of them.
+        """
+        state: dict[Key, QuantizedState | torch.Tensor] = {}
+        for p, name in (names or {p: name for name, p in model.named_parameters()}).items():
+            if p.ndim < 2:
+                continue
+            moments = {} if optimizer is None else optimizer.state.get(p, {})
+            places: dict[str, Any] = {"weight": p, **state_of(p).by_place()}
+            places |= {place: m for place, m in moments.items() if isinstance(m, QuantizedState)}
+            state |= {(name.removesuffix(".weight"), place): tensor for place, tensor in places.items()}
+        return cls(stepped_modules(model), state)
 
     def begin_micro_batch(self, is_first: bool, is_last: bool) -> None:
         """Attach the gauges to what this micro-batch should show."""
         for name, layer in self.layers.items():
-            layer.observer = LayerGauge(name, self) if is_first else None  # type: ignore[assignment]
+            layer.observer = LayerGauge(name, self) if is_first else None
         self._attach(lambda place: is_last and place == "grad")
 
     def after_backward(self) -> None:
         """Detach the gauges from layers, read plain gradients, and observe the update's writes."""
         self.begin_micro_batch(is_first=False, is_last=False)
-        for key, tensor in self.state.items():
-            if key.place != "weight" or isinstance(tensor, QuantizedState):
-                continue
-            if (gradient := plain_gradient(tensor)) is not None:
-                self._read_plain(Key(key.layer, "grad"), gradient)
+        for (layer, _), tensor in self.state.items():
+            if isinstance(tensor, torch.Tensor) and (gradient := plain_gradient(tensor)) is not None:
+                self._read_plain((layer, "grad"), gradient)
         self._attach(lambda place: place != "grad")
 
     def after_step(self) -> None:
@@ -88,7 +102,7 @@ class Gauges:
         for key, tensor in self.state.items():
             if isinstance(tensor, torch.Tensor):
                 self._read_plain(key, tensor.detach())
-            elif tensor.cast.name == "fp32" and key.place != "grad":
+            elif tensor.cast.name == "fp32" and key[1] != "grad":
                 self._read_plain(key, tensor.read())
 
     def lines(self, step: int) -> list[dict[str, Any]]:
@@ -98,7 +112,7 @@ class Gauges:
         readings = {key: figures(vector, self.vectors[key][0].element) for key, vector in vectors.items()}
         products = {key: cosine_similarity(v) for key, v in _fetched(self.products).items()}
         return [
-            {"step": step, **key._asdict(), "cast": casts.get(key), **_rounded(values)}
+            {"step": step, "layer": key[0], "place": key[1], "cast": casts.get(key), **_rounded(values)}
             for key, values in (readings | products).items()
         ]
 
@@ -109,7 +123,7 @@ class Gauges:
     def _attach(self, is_wanted: Callable[[str], bool]) -> None:
         for key, tensor in self.state.items():
             if isinstance(tensor, QuantizedState):
-                tensor.gauge = partial(self._observe, key) if is_wanted(key.place) else None
+                tensor.gauge = partial(self._observe, key) if is_wanted(key[1]) else None
 
     def _observe(self, key: Key, x: torch.Tensor, stored: QuantizedState) -> None:
         """Read a tensor that has been stored; only the first time counts."""
@@ -132,13 +146,13 @@ class LayerGauge:
 
     def operand(self, observation: Observation) -> None:
         """Read an operand against the matrix that it was made from."""
-        key, o = Key(self.layer, observation.place), observation
+        key, o = (self.layer, observation.place), observation
         if key not in self.gauges.vectors:
             self.gauges.vectors[key] = o.cast, gauge_operand(o.x, o.seen, o.cast, o.axis, o.context)
 
     def product(self, place: str, c_MN: torch.Tensor, a_RK: torch.Tensor, b_NK: torch.Tensor) -> None:
         """Read some rows of a matmul against the same rows in high precision."""
-        key = Key(self.layer, place)
+        key = self.layer, place
         if key not in self.gauges.products:
             wide_RN = evenly(a_RK).float() @ b_NK.float().T
             self.gauges.products[key] = gauge_product(evenly(c_MN), wide_RN)

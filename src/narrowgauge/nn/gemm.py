@@ -34,7 +34,7 @@ afterwards.
 """
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -111,20 +111,13 @@ class Operand(NamedTuple):
         kept = self
         if self.other is not None:
             kept = self.other if self.form == TILES else self.other.transposed()
-        return kept[:4], partial(_restored, kept.form, kept.cast, kept.rows)
+        form, cast, rows = kept.form, kept.cast, kept.rows
 
+        def restore(elements: torch.Tensor, scale: Any, rest: Any, outer: Any) -> Operand:
+            operand = Operand(elements, scale, rest, outer, form, cast, rows)
+            return operand._replace(other=operand) if form == TILES else operand  # laid out along that axis
 
-def _restored(
-    form: str,
-    cast: Cast,
-    rows: int,
-    elements: torch.Tensor,
-    scale: torch.Tensor | None,
-    rest: torch.Tensor | None,
-    outer: torch.Tensor | None,
-) -> Operand:
-    operand = Operand(elements, scale, rest, outer, form, cast, rows)
-    return operand._replace(other=operand) if form == TILES else operand  # it is laid out along that axis
+        return kept[:4], restore
 
 
 def _scaled(
@@ -203,11 +196,16 @@ def multiply(a: Operand, b: Operand, dtype: torch.dtype, fast: bool = False) -> 
     if a.form in NATIVE and b.form in NATIVE:
         return native_product(a, b, dtype, fast)
     assert {a.form, b.form}.isdisjoint(NATIVE)
-    if ROWS in (a.form, b.form):
-        if _are_bf16(a, b):
-            return _product_by_rows(a, b, dtype)
-        a, b = (Operand(x.values()) if x.form == ROWS else x for x in (a, b))
     a_MK, b_KN = a.elements, b.elements.T
+    if ROWS in (a.form, b.form):
+        if b.rest is None and a_MK.dtype == b_KN.dtype == torch.bfloat16:  # in parts, with the same result
+            one = torch.ones((), dtype=torch.float32, device=b_KN.device)
+            a_scale, b_scale = (one if x.scale is None else x.scale for x in (a, b))
+            rest = None if a.rest is None else _summed_in_fp32(a.rest, b_KN)
+            y_MN = _summed_in_fp32(a_MK, b_KN)
+            return scaled_and_rounded(y_MN, a_scale, dtype, rest=rest, columns=b_scale)
+        a, b = (Operand(x.values()) if x.form == ROWS else x for x in (a, b))
+        a_MK, b_KN = a.elements, b.elements.T
     # If one operand or the result is kept wider, the matmul runs in the wider dtype.
     wider = torch.promote_types(torch.promote_types(a_MK.dtype, b_KN.dtype), dtype)
     scales = [s for s in (a.scale, b.scale) if s is not None]
@@ -221,21 +219,6 @@ def multiply(a: Operand, b: Operand, dtype: torch.dtype, fast: bool = False) -> 
     if is_counted or (is_plain and not is_in_torch_dispatch_mode()):
         return _scaled(a_MK, b_KN, scale, other, wider)  # the operator's call takes a tenth of a small matmul
     return scaled_mm(a_MK, b_KN, scale, other, wider)
-
-
-def _are_bf16(a: Operand, b: Operand) -> bool:
-    """Whether a matmul in parts gives the same as one of the full values: only `a` has a rest."""
-    return b.rest is None and a.elements.dtype == b.elements.dtype == torch.bfloat16
-
-
-def _product_by_rows(a: Operand, b: Operand, dtype: torch.dtype) -> torch.Tensor:
-    b_KN = b.elements.T
-    a_scale, b_scale = (
-        torch.ones((), dtype=torch.float32, device=b_KN.device) if x.scale is None else x.scale
-        for x in (a, b)
-    )
-    rest = None if a.rest is None else _summed_in_fp32(a.rest, b_KN)
-    return scaled_and_rounded(_summed_in_fp32(a.elements, b_KN), a_scale, dtype, rest=rest, columns=b_scale)
 
 
 def _summed_in_fp32(a_MK: torch.Tensor, b_KN: torch.Tensor) -> torch.Tensor:

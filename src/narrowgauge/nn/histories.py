@@ -26,14 +26,11 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from narrowgauge.formats import Format
-from narrowgauge.kernels.amax import raise_amax
 from narrowgauge.quantization import Cast, TensorShard, largest_channels, squared_norms
 from narrowgauge.recipes.places import CHOOSES
 from narrowgauge.system.collectives import Group, all_reduce_flat, all_reduce_max_
 from narrowgauge.system.torch_compat import copy_each
 
-FLOAT_MAX = torch.finfo(torch.float32).max
 _DTYPES = {"squares": torch.float64, "sums": torch.float64, "chosen": torch.bool}  # others are float32
 
 
@@ -98,11 +95,6 @@ class AmaxHistory(History):
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of each tensor of the state, by name."""
         return {"amax": (), "entries": (self.cast.history,), "scale": ()}
-
-    @torch.no_grad()
-    def update(self, x: torch.Tensor) -> None:
-        """Include a tensor in the amax of the current step."""
-        raise_amax(self.amax, x)
 
     @torch.no_grad()
     def end_step(self) -> None:
@@ -222,9 +214,5 @@ def _renewed(
     shifted = torch.cat((entries[..., 1:], amax[..., None]), -1)
     entries = torch.where(has_amax[..., None], shifted, entries)
     largest = entries.amax(-1) if cast.history_algorithm == "max" else entries[..., -1]
-    return entries, torch.where(has_amax, _scale(largest, cast.element, cast.margin), scale)
-
-
-def _scale(amax: torch.Tensor, element: Format, margin: int) -> torch.Tensor:
-    """fl(max * 2^-margin / amax), at most the largest float, for a positive amax."""
-    return (torch.full_like(amax, element.max * 2.0**-margin) / amax).clamp(max=FLOAT_MAX)
+    new = torch.full_like(largest, cast.element.max * 2.0**-cast.margin) / largest
+    return entries, torch.where(has_amax, new.clamp(max=torch.finfo(torch.float32).max), scale)

@@ -24,11 +24,10 @@ from narrowgauge.kernels.cast import attached_amax
 from narrowgauge.nn.gemm import NATIVE
 from narrowgauge.nn.histories import History, history_of
 from narrowgauge.nn.linear_function import autocast_disabled, linear_function
-from narrowgauge.nn.observer import Observer
 from narrowgauge.nn.operands import DTYPES, LayerSpec, Operands, weight_values
 from narrowgauge.nn.self_test import verified_backend
 from narrowgauge.nn.shards import LinearShards
-from narrowgauge.nn.step_state import Conversion, Stepped, StepState, count_steps, stream_ids
+from narrowgauge.nn.step_state import Conversion, Stepped, count_steps
 from narrowgauge.nn.weight import Accumulation, WeightGather, bind, make_weight_state, send_masters
 from narrowgauge.quantization import (
     NarrowTensor,
@@ -41,7 +40,7 @@ from narrowgauge.quantization import (
 )
 from narrowgauge.quantization.state.narrow_tensor import saved_weight
 from narrowgauge.quantization.state.parameter_state import wide_moment
-from narrowgauge.recipes import Recipe
+from narrowgauge.recipes import GEMM_PLACES, GEMMS, Recipe
 from narrowgauge.recipes.resolve import casts_at, operands_of
 from narrowgauge.system.devices import is_gpu
 from narrowgauge.system.errors import UserError
@@ -67,7 +66,6 @@ class Linear(Stepped, SeesFSDP, torch.nn.Linear):
         sequence_length: The tokens of a sequence, where the input is only some of them, as (tokens, inputs).
         is_sharded: Whether FSDP has sharded the weight.
         gathering: How a sharded weight travels, if not in fp32.
-        has_memory: Whether anything here depends on the step.
         reduce_prescale: The pre-scaling factor of the gradient on the wire, if the recipe has one.
         observer: Reads all operands and results; attached for a step.
         accumulation: What is the same in all micro-batches of a step; attached for a step (`accumulating`).
@@ -81,6 +79,8 @@ class Linear(Stepped, SeesFSDP, torch.nn.Linear):
     sequence_length: int = 0
     calls: int = 0
     accumulation: Accumulation | None = None
+    is_sharded = False
+    gathering: WeightGather | None = None
     can_leave_bias = True  # a kernel behind this layer may add its bias (`kernels.heads`)
 
     def __init__(
@@ -96,11 +96,9 @@ class Linear(Stepped, SeesFSDP, torch.nn.Linear):
 
         Args:
             layer: A `torch.nn.Linear`, a `Linear`, or a Hugging Face `Conv1D`.
-            recipe: The recipe of this layer.
+            recipe: The recipe of this layer; `model_recipe` decides the hardware for all layers.
             index: The number of the layer among the model's.
             transposed: Whether the weight is stored (K, N).
-            model_recipe: The recipe of the model, which decides the hardware for all layers.
-            backend: The requested backend.
         """
         torch.nn.Module.__init__(self)
         share_hooks(layer, self)
@@ -112,16 +110,13 @@ class Linear(Stepped, SeesFSDP, torch.nn.Linear):
         self.recipe, self.index = recipe, index
         self.model_recipe, self.backend = model_recipe or recipe, backend
         self.spec = LayerSpec(dict(recipe.casts), DTYPES[recipe.compute], recipe.saved, transposed=transposed)
-        self.observer: Observer | None = None
         self.shards = LinearShards()
-        self.is_sharded = False
-        self.gathering: WeightGather | None = None
         operands = [(place, cast) for place, cast in operands_of(recipe) if place != "saved"]
-        casts = [cast for _, cast in operands] + [cast for cast in recipe.state.values() if cast is not None]
+        casts = [*(cast for _, cast in operands), *filter(None, recipe.state.values())]
         self.is_random = any(c.is_random or c.signs == "random" for c in casts)
         histories = {place: history for place, cast in operands if (history := history_of(place, cast, k))}
         self.histories: dict[str, History] = histories
-        for place, history in self.histories.items():
+        for place, history in histories.items():
             self.add_module(place.replace(".", "_"), history)
         self.register_buffer("keys", None, persistent=False)  # DDP sends it: signs are the same on all
         self.first_sample = None  # no buffer: DDP would give each process those of process 0
@@ -152,9 +147,12 @@ class Linear(Stepped, SeesFSDP, torch.nn.Linear):
         if not torch.compiler.is_compiling():
             self.__dict__["calls"] = self.calls + 1  # a module's own way takes longer than a small launch
         if self.state_at_rest is not None and not self.is_sharded:
-            return _outside_of_graphs(self, input, with_bias)
+            return self._outside_of_graphs(input, with_bias)
         if self.spec.is_wide and self._is_plain(input):
-            return self._plain_forward(input, with_bias)
+            y_MN = torch.nn.functional.linear(input.reshape(-1, self.in_features), self.weight)
+            if with_bias and (bias := self.bias) is not None:
+                y_MN.add_(bias.to(y_MN.dtype))  # to the rounded sum, as elsewhere
+            return reshaped(y_MN, (*input.shape[:-1], self.out_features))
         return self._forward(input, with_bias)
 
     def _forward(self, input: torch.Tensor, with_bias: bool) -> torch.Tensor:
@@ -179,6 +177,11 @@ class Linear(Stepped, SeesFSDP, torch.nn.Linear):
         y = self.shards.after(y)
         return reshaped(y, y.shape) if bias is None else (y + bias).to(y.dtype)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _outside_of_graphs(self, input: torch.Tensor, with_bias: bool) -> torch.Tensor:
+        """`_forward` of a layer whose state is narrow: its hook rounds gradients, so graphs break here."""
+        return self._forward(input, with_bias)
+
     def _is_plain(self, input: torch.Tensor) -> bool:
         """Whether torch's own matmul, without an autograd function of ours, has the digits of a wide layer.
 
@@ -192,13 +195,6 @@ class Linear(Stepped, SeesFSDP, torch.nn.Linear):
         is_watched = self.observer is not None or self.accumulation is not None
         is_here = input.device.type == "cpu" and self.in_features > 0 and type(weight) is torch.nn.Parameter
         return is_fp32 and is_here and not (is_other or is_watched)
-
-    def _plain_forward(self, input: torch.Tensor, with_bias: bool) -> torch.Tensor:
-        """`forward` by torch's matmul; the bias is added to the rounded sum, as it is elsewhere."""
-        y_MN = torch.nn.functional.linear(input.reshape(-1, self.in_features), self.weight)
-        if with_bias and (bias := self.bias) is not None:
-            y_MN.add_(bias.to(y_MN.dtype))
-        return reshaped(y_MN, (*input.shape[:-1], self.out_features))
 
     @torch.no_grad()
     def forward_weight(self) -> torch.Tensor:
@@ -239,6 +235,7 @@ class Linear(Stepped, SeesFSDP, torch.nn.Linear):
         self, input: torch.Tensor, weight_NK: torch.Tensor, input_amax: torch.Tensor | None = None
     ) -> Operands:
         """The operands of this forward pass of an input, and of its backward pass."""
+        is_training = self.begin_pass()  # it may draw new keys
         samples = input.shape[0] if input.ndim > 2 else 1
         # Some tokens of sequences, as an expert has them, have random bits as if all were there.
         share = Fraction(len(input), self.sequence_length) if self.sequence_length else samples
@@ -248,7 +245,10 @@ class Linear(Stepped, SeesFSDP, torch.nn.Linear):
             record = None  # `functional_call`, weight norm and the like put a tensor in the parameter's place
         return Operands(
             self.spec,
-            self.begin_pass(),
+            is_training,
+            self.keys,
+            0 if self.first_sample is None else self.first_sample,
+            self.histories,
             share,
             {} if shards.is_whole else shards.tensor_shards(samples, input[..., 0].numel(), *weight_NK.shape),
             record,
@@ -257,19 +257,11 @@ class Linear(Stepped, SeesFSDP, torch.nn.Linear):
             input_amax,
         )
 
-    def set_position(self, seed: int, step: int, first_sample: int, *schedule: Any, **options: Any) -> None:
+    def set_position(self, seed: int, step: int, first_sample: int, *schedule: Any) -> None:
         """As `Stepped.set_position`; the pass may have more sequences than this process."""
         pool = self.shards.pool
         first_sample = pool.first(first_sample) if pool else first_sample
-        super().set_position(seed, step, first_sample, *schedule, **options)
-
-    def begin_pass(self) -> StepState:
-        """Begin a forward pass; where no loop sets steps, it may begin one (`_is_new_step`)."""
-        if not self.has_memory:
-            return _TRAINING if torch.is_grad_enabled() else _NOT_TRAINING
-        is_training = self._begin_pass()
-        first_sample = 0 if self.first_sample is None else self.first_sample
-        return StepState(self.keys, first_sample, self.histories, is_training)
+        super().set_position(seed, step, first_sample, *schedule)
 
     @property
     def plain_product(self) -> torch.dtype | None:
@@ -294,9 +286,7 @@ class Linear(Stepped, SeesFSDP, torch.nn.Linear):
         """Whether the gradient of a micro-batch waits for an optimizer."""
         return has_gradient(self.weight)
 
-    def _end_step(self, is_ended: bool = False) -> None:
-        for history in () if is_ended else self.histories.values():
-            history.end_step()
+    def _end_step(self) -> None:
         if self.reduce_prescale is not None:
             self.reduce_prescale.end_step()
 
@@ -328,7 +318,9 @@ class Linear(Stepped, SeesFSDP, torch.nn.Linear):
         return kept | {f"reduce.{name}": t for name, t in factor.items()}
 
     def _stream_ids(self) -> list[int]:
-        return stream_ids(self.index)
+        operands = [self.index * len(GEMM_PLACES) + i for i in range(len(GEMM_PLACES))]
+        signs = [2**32 + self.index * len(GEMMS) + i for i in range(len(GEMMS))]
+        return [*operands, *signs, 2**33 + self.index]  # the last one of the gradient
 
     def _device(self) -> torch.device:
         return self.weight.device
@@ -372,8 +364,18 @@ class Linear(Stepped, SeesFSDP, torch.nn.Linear):
         return self
 
     def accept_fsdp(self) -> None:
-        """Refuse torch's own sharding of a narrow weight (`distributed.fsdp` takes the record off first)."""
-        refuse_fsdp(None if self.is_sharded else self.state_at_rest)
+        """Refuse torch's own sharding of a weight with a record (`distributed.fsdp` takes it off first).
+
+        FSDP2 cuts a parameter by `chunk`, `new_zeros` and `copy_`, so that its shard holds values without
+        codes and masters. A subclass cannot change that by its hooks: they learn of the mesh at the first
+        gather, and shards share a scale already when a checkpoint or an initialization writes to them.
+        """
+        if self.state_at_rest is not None and not self.is_sharded:
+            raise UserError(
+                "torch's fully_shard does not shard the low-precision state of a weight: call "
+                "narrowgauge.fully_shard instead (FSDP2), or use a recipe whose weights and gradients are "
+                "fp32: fp8, mxfp8, mxfp4, nvfp4, coat and others"
+            )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Tie the parameter of a copy to the copy's state."""
@@ -436,9 +438,6 @@ class Linear(Stepped, SeesFSDP, torch.nn.Linear):
                 self.gathering.parameter = weight
 
 
-_TRAINING, _NOT_TRAINING = StepState(is_training=True), StepState()  # of layers without memory
-
-
 def share_hooks(of: torch.nn.Module, to: torch.nn.Module) -> None:
     """Let the hooks of a module's forward and backward pass be called by another one; their handles hold."""
     for name, hooks in vars(of).items():
@@ -452,11 +451,7 @@ def accumulating(model: torch.nn.Module, keeps_codes: bool, keeps_both: bool = F
 
     A layer then adds its weight's gradient to the existing one in one pass, and an embedding adds the rows of
     its ids. On a CPU autograd adds up the gradients of a weight that modules share, in another order.
-
-    Args:
-        model: The model.
-        keeps_codes: Whether layers keep the codes of their weights from one micro-batch to the next.
-        keeps_both: Whether they keep the operands of small weights along both axes.
+    `keeps_codes` and `keeps_both` are those of `Accumulation`.
     """
     layers: list[Any] = [m for m in model.modules() if hasattr(m, "accumulation")]
     uses = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
@@ -468,24 +463,3 @@ def accumulating(model: torch.nn.Module, keeps_codes: bool, keeps_both: bool = F
     finally:
         for layer in layers:
             layer.accumulation = None
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _outside_of_graphs(layer: Linear, input: torch.Tensor, with_bias: bool) -> torch.Tensor:
-    """The forward pass of a layer whose state is narrow: its hook rounds gradients, so graphs break here."""
-    return layer._forward(input, with_bias)
-
-
-def refuse_fsdp(state: ParamState | None) -> None:
-    """Refuse torch's FSDP on a weight with a record, which FSDP would not shard.
-
-    FSDP2 cuts a parameter by `chunk`, `new_zeros` and `copy_`, so that its shard holds values without codes
-    and masters. A subclass cannot change that by its hooks: they learn of the mesh at the first gather,
-    and shards share a scale already when a checkpoint or an initialization writes to them.
-    """
-    if state is not None:
-        raise UserError(
-            "torch's fully_shard does not shard the low-precision state of a weight: call "
-            "narrowgauge.fully_shard instead (FSDP2), or use a recipe whose weights and gradients are "
-            "fp32: fp8, mxfp8, mxfp4, nvfp4, coat and others"
-        )

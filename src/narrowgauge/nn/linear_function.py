@@ -134,14 +134,8 @@ def _with_kept(
     """The weight's gradient, its kept channels from operands in their cast.
 
     There x is in that cast as well, and not transformed, so that it meets dy neither narrow nor transformed.
-
-    Args:
-        operands: The operands of the pass.
-        dw_NK: The matmul of wgrad's operands, changed in place.
-        dy_MN: The output gradient.
-        x: The operand of wgrad.x, as (K, M); a transform of the other channels may have lengthened M.
-        dtype: The dtype of matmuls.
-        dy_amax: Max |dy|, if it is known.
+    `dw_NK` is the matmul of wgrad's operands, changed in place; of these, `x` is (K, M), and a transform of
+    the other channels may have lengthened M.
     """
     casts, shard = operands.layer.casts, operands.shard("wgrad.x")
     channels, cast = operands.kept_channels("wgrad.x"), named_cast(casts[MEETS].keep_cast)

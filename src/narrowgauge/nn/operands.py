@@ -1,11 +1,11 @@
 """The operands of each GEMM of a linear layer, for one forward pass and its backward pass.
 
 `Operands` turns a matrix into the operand of a place: it finds the cast of the place, the context of the cast
-(random bits, delayed scale, kept channels, shard), and applies it. Three records decide:
+(random bits, delayed scale, kept channels, shard), and applies it. What decides is fixed
 
-    LayerSpec    fixed by `convert`: the cast of each place, the dtype of the matmuls, the hardware
-    StepState    fixed by a step: random keys, histories of delayed scales
-    shards       the positions of this pass's tensors in the global ones
+    by `convert`     the cast of each place, the dtype of the matmuls, the hardware (`LayerSpec`)
+    by a step        random keys, histories of delayed scales
+    by a pass        the positions of its tensors in the global ones
 
 It also holds what the layer keeps of its input for the backward pass, the place `saved`:
 
@@ -23,9 +23,9 @@ from typing import Any
 
 import torch
 
-from narrowgauge.formats import codes_of, pack, torch_dtype, unpack
+from narrowgauge.formats import RandomStream, codes_of, pack, torch_dtype, unpack
 from narrowgauge.kernels import emulate, quantize
-from narrowgauge.kernels.cast import emulate_rows
+from narrowgauge.kernels.cast import emulate_rows, random_signs
 from narrowgauge.kernels.gradient_sum import through_rounding
 from narrowgauge.nn.gemm import (
     CODES,
@@ -38,9 +38,8 @@ from narrowgauge.nn.gemm import (
     quantized_operand,
     tiled_operand,
 )
-from narrowgauge.nn.histories import AmaxHistory, ChannelChoice, HeldAmax
+from narrowgauge.nn.histories import AmaxHistory, ChannelChoice, HeldAmax, History
 from narrowgauge.nn.observer import Observation, Observer
-from narrowgauge.nn.step_state import StepState
 from narrowgauge.nn.weight import Accumulation, GatheredWeight
 from narrowgauge.quantization import (
     DEFAULT_CONTEXT,
@@ -55,7 +54,7 @@ from narrowgauge.quantization import (
 from narrowgauge.quantization import cast as named_cast
 from narrowgauge.quantization.passes.implementations import ROW_PLACES, rows_gap
 from narrowgauge.quantization.passes.in_c import decoded, has_library
-from narrowgauge.recipes.places import CHOOSES
+from narrowgauge.recipes.places import CHOOSES, GEMM_PLACES, GEMMS
 from narrowgauge.recipes.recipe_rules import have_same_numbers, reuses
 from narrowgauge.system.torch_compat import is_accumulated
 
@@ -66,9 +65,9 @@ _WIDE = {dtype: named_cast(name) for name, dtype in DTYPES.items()}
 WIDE = "wide"  # the form of an operand that is the tensor itself, in the dtype of the matmul
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class LayerSpec:
-    """How a layer computes."""
+    """How a layer computes; it is never changed, but replaced."""
 
     casts: Mapping[str, Cast]  #: by GEMM place; rules that wait for a step change it
     compute: torch.dtype  #: of matmuls, and of everything that is not narrow
@@ -88,18 +87,14 @@ class LayerSpec:
     is_wide: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        has_all = {"wgrad.x", "dgrad.w"} <= self.casts.keys()
-        facts = {
-            "forms": {place: self._form(place, cast) for place, cast in self.casts.items()},
-            "reuses_x": has_all and reuses("wgrad.x", self.casts, self.saved),
-            "reuses_w": has_all and reuses("dgrad.w", self.casts, self.saved),
-            "shares_dy": {"dgrad.dy", "wgrad.dy"} <= self.casts.keys()
-            and have_same_numbers(self.casts, "dgrad.dy", "wgrad.dy"),
-            "is_wide": isinstance(self.saved, str)
-            and all(cast == _WIDE.get(self.compute) for cast in self.casts.values()),
-        }
-        for name, value in facts.items():
-            object.__setattr__(self, name, value)
+        casts, wide = self.casts, _WIDE.get(self.compute)
+        has_all = {"wgrad.x", "dgrad.w"} <= casts.keys()
+        has_dy = {"dgrad.dy", "wgrad.dy"} <= casts.keys()
+        self.forms = {place: self._form(place, cast) for place, cast in casts.items()}
+        self.reuses_x = has_all and reuses("wgrad.x", casts, self.saved)
+        self.reuses_w = has_all and reuses("dgrad.w", casts, self.saved)
+        self.shares_dy = has_dy and have_same_numbers(casts, "dgrad.dy", "wgrad.dy")
+        self.is_wide = isinstance(self.saved, str) and all(cast == wide for cast in casts.values())
 
     def _form(self, place: str, cast: Cast) -> str:
         if self.native and cast.is_scaled:
@@ -115,7 +110,11 @@ class Operands:
     """The operands of the three GEMMs of one forward and backward pass."""
 
     layer: LayerSpec
-    step: StepState = field(default_factory=StepState)
+    is_training: bool = False  #: whether a backward pass will follow, so that histories are updated
+    #: int32 [10, 2], the keys of the step's streams (`Linear._stream_ids`); None if no cast is random
+    keys: torch.Tensor | None = None
+    first_sample: int | torch.Tensor = 0  #: the index in the global batch of the first sequence of this pass
+    histories: Mapping[str, History] = field(default_factory=dict)  #: what places remember of earlier steps
     num_samples: int | Fraction = 1  #: sequences in x and dy
     shards: Mapping[str, TensorShard] = field(default_factory=dict)  #: by "x", "w", "dy"; only real shards
     record: ParamState | None = None  #: of a weight that is not sharded; None for a plain weight
@@ -136,10 +135,10 @@ class Operands:
         `both`: whether the same values are also contracted along the other axis. `amax`: max |tensor|, 0-dim
         fp32, if it is known.
         """
-        if isinstance(tensor, GatheredWeight):  # already gathered in these values: there is no loss to gauge
-            gathered = tensor.operand(self.layer.compute, self.layer.native)
-            return gathered if axis == -1 else gathered.transposed()
         form = self.layer.forms[place]
+        if isinstance(tensor, GatheredWeight):  # already gathered in these values: there is no loss to gauge
+            operand = tensor.operand(self.layer.compute, self.layer.native)
+            return operand if axis == -1 else operand.transposed()
         if form == WIDE and self.observer is None:
             operand = Operand(tensor.to(self.layer.compute))
             return operand if axis == -1 else operand.transposed()
@@ -176,8 +175,10 @@ class Operands:
         if kept is None or not kept.keeps_codes or not is_same or not is_codes or self.observer is not None:
             return self.of(weight_values(w_NK), place, axis, both)
         both = both and kept.keeps_both and w_NK.numel() <= _SMALL_WEIGHT
-        key = place, axis, self.step.is_training  # a history sees the weight in the first training pass
-        return kept.once(key, lambda: self.of(weight_values(w_NK), place, axis, both))
+        key = place, axis, self.is_training  # a history sees the weight in the first training pass
+        if key not in kept.kept:
+            kept.kept[key] = self.of(weight_values(w_NK), place, axis, both)
+        return kept.kept[key]
 
     def again(self, operand: Operand, place: str) -> Operand:
         """The operand of a place that reuses another place's `operand`, contracted along the other axis.
@@ -197,32 +198,39 @@ class Operands:
         self, tensor: torch.Tensor, place: str, amax: torch.Tensor | None = None
     ) -> QuantContext:
         """The context of a place's cast; the cast updates a history with the tensor (repeats do no harm)."""
-        cast, step, held, scale, seen = self.layer.casts[place], self.step, None, None, None
+        cast, shard, held, scale, seen = self.layer.casts[place], self.shard(place), None, None, None
         if cast.history or cast.refresh:
-            history = step.histories[place]
+            history = self.histories[place]
             assert isinstance(history, AmaxHistory)
-            seen = history.amax if step.is_training else None
+            seen = history.amax if self.is_training else None
             if isinstance(history, HeldAmax):
                 held = history.current()
             else:
                 scale = history.scale
-        signs = step.signs(place, cast.hadamard) if cast.signs == "random" else None
         channels = self.kept_channels(place) if cast.keep_channels else None
-        stream = None
+        stream = signs = None
+        if cast.signs == "random":  # the same for both operands of a GEMM
+            assert self.keys is not None
+            gemm = GEMMS.index(place.partition(".")[0])
+            signs = random_signs(self.keys[len(GEMM_PLACES) + gemm], cast.hadamard)
         if cast.is_random:
-            stream = step.operand_stream(place, self.elements(place, tensor) // self.num_samples)
-        return QuantContext(stream, signs, scale, self.shard(place), held, seen, channels, amax=amax)
+            assert self.keys is not None
+            elements = tensor.numel() if shard is None else shard.shape.numel()
+            # A weight's bits are the same in every part of the batch.
+            offset = 0 if place.endswith(".w") else self.first_sample * (elements // self.num_samples)
+            stream = RandomStream(self.keys[GEMM_PLACES.index(place)], offset)
+        return QuantContext(stream, signs, scale, shard, held, seen, channels, amax=amax)
 
     def kept_channels(self, place: str) -> torch.Tensor:
         """The channels that the layer keeps in another cast, of those that a place's tensor has."""
-        choice = self.step.histories[CHOOSES]
+        choice = self.histories[CHOOSES]
         assert isinstance(choice, ChannelChoice)
         return local_channels(choice.chosen, self.shard(place))
 
     def choose_channels(self, x_MK: torch.Tensor) -> None:
         """Let the layer's choice of kept channels see its input, once per pass that has a backward pass."""
-        choice = self.step.histories.get(CHOOSES)
-        is_wanted = self.step.is_training and self.layer.casts[CHOOSES].keep_channels
+        choice = self.histories.get(CHOOSES)
+        is_wanted = self.is_training and self.layer.casts[CHOOSES].keep_channels
         if is_wanted and isinstance(choice, ChannelChoice):
             choice.update(x_MK, self.shard(CHOOSES))
 
@@ -233,17 +241,10 @@ class Operands:
     def weight_gradient(
         self, dw_NK: torch.Tensor, w_NK: torch.Tensor, dtype: torch.dtype, node: Any
     ) -> torch.Tensor | None:
-        """Add to a gradient that waits for more, or return what autograd carries to the parameter.
+        """What autograd carries to the weight's `node` (None in compiled code) of a matmul's result.
 
-        Args:
-            dw_NK: The gradient, as the matmul wrote it.
-            w_NK: The weight; read only where its rounding has a gradient of its own.
-            dtype: The dtype of the weight.
-            node: The node to which autograd carries the gradient; None in compiled code.
-
-        Returns:
-            None if the gradient was added. Otherwise the gradient in the weight's dtype, or as the matmul
-            wrote it if only the layer reads the weight, so that it is summed with nothing of another dtype.
+        None if it was added to a gradient that waits for more. Otherwise it has the weight's dtype, or stays
+        as it is if only the layer reads the weight, so that it is summed with nothing of another dtype.
         """
         cast, record = self.layer.casts["fprop.w"], self.record
         if cast.estimator_k:
@@ -252,15 +253,14 @@ class Operands:
         if record is None or record.gradient is None:
             is_added = self.accumulation is not None and self.accumulation.add(dw_NK, self.layer.transposed)
             return None if is_added else dw_NK.to(dtype)
-        record.gradient.stream = self.step.gradient_stream(self.elements("fprop.w", dw_NK))
+        shard, stream = self.shard("fprop.w"), None
+        if self.keys is not None:
+            elements = dw_NK.numel() if shard is None else shard.shape.numel()
+            stream = RandomStream(self.keys[-1], self.first_sample * elements)
+        record.gradient.stream = stream
         is_alone = record.weight is not None and not record.reads and not self.layer.transposed
         is_wide = is_alone and torch.finfo(dw_NK.dtype).bits > record.gradient.cast.element.bits
         return dw_NK if is_wide and node and is_accumulated(node) else dw_NK.to(dtype)
-
-    def elements(self, place: str, tensor: torch.Tensor) -> int:
-        """The number of elements of the global tensor of a place."""
-        shard = self.shard(place)
-        return tensor.numel() if shard is None else shard.shape.numel()
 
 
 def weight_values(w_NK: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,6 @@ Micro-batches are not optimizer steps: if a loop called `set_step` once and neve
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import cache
 from types import MappingProxyType
 from typing import Any
@@ -20,12 +19,11 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from narrowgauge.formats import RandomStream, stream_key
-from narrowgauge.kernels.cast import random_signs
+from narrowgauge.formats import stream_key
 from narrowgauge.kernels.dropout import Dropout
 from narrowgauge.nn.histories import History, end_steps
 from narrowgauge.nn.observer import Observer
-from narrowgauge.recipes import GEMM_PLACES, GEMMS, Recipe
+from narrowgauge.recipes import Recipe
 from narrowgauge.system.devices import is_gpu
 from narrowgauge.system.errors import UserError, require
 from narrowgauge.system.second_derivative import refuse_transforms
@@ -37,41 +35,6 @@ _NEXT_KEY = 0x9E3779B9 - 2**32  # odd, so that keys repeat only after 2^32 calls
 _A_PROCESS = 2**20  # sequences, more than any pass has, so that the ranges of processes are disjoint
 _COUNTING: WeakKeyDictionary[Any, None] = WeakKeyDictionary()  # in order
 _FRESH: WeakKeyDictionary[Any, bool | None] = WeakKeyDictionary()  # optimizers; None once they are checked
-
-
-def stream_ids(layer: int) -> list[int]:
-    """The tensor ids of a layer's streams, in the order of `StepState.keys`."""
-    operands = [layer * len(GEMM_PLACES) + i for i in range(len(GEMM_PLACES))]
-    signs = [2**32 + layer * len(GEMMS) + i for i in range(len(GEMMS))]
-    return [*operands, *signs, 2**33 + layer]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StepState:
-    """The values that a step fixes for a layer."""
-
-    #: int32 [10, 2], the keys of the step's random streams (`stream_ids`); None if no cast is random
-    keys: torch.Tensor | None = None
-    first_sample: int | torch.Tensor = 0  # the index in the global batch of the first sequence of this pass
-    #: The state of places from earlier steps, such as amax histories
-    histories: Mapping[str, History] = field(default_factory=dict)
-    is_training: bool = False  # whether a backward pass will follow, so that histories are updated
-
-    def operand_stream(self, place: str, elements_per_sample: int) -> RandomStream:
-        """The random bits of an operand; a weight's bits are the same in every part of the batch."""
-        assert self.keys is not None
-        offset = 0 if place.endswith(".w") else self.first_sample * elements_per_sample
-        return RandomStream(self.keys[GEMM_PLACES.index(place)], offset)
-
-    def signs(self, place: str, size: int) -> torch.Tensor:
-        """The signs of the transform of a GEMM, the same for both of its operands."""
-        assert self.keys is not None
-        gemm = GEMMS.index(place.partition(".")[0])
-        return random_signs(self.keys[len(GEMM_PLACES) + gemm], size)
-
-    def gradient_stream(self, elements: int) -> RandomStream | None:
-        """The random bits with which a gradient of `elements` elements is added to the stored one."""
-        return None if self.keys is None else RandomStream(self.keys[-1], self.first_sample * elements)
 
 
 class Conversion:
@@ -97,6 +60,7 @@ class Stepped:
     conversion: Conversion | None = None  # the modules that were converted together with this one
     full_name = ""  # of this one among them
     is_random: bool  # whether any of its casts needs random bits
+    has_memory = True  # whether anything here depends on the step
     keys: torch.Tensor | None  # int32, a key for each random stream; None if no cast is random
     first_sample: torch.Tensor | None  # the index in the global batch of the first sequence of the pass
     process: int | None = None  # the index among the data-parallel processes; None until it is known
@@ -126,20 +90,11 @@ class Stepped:
             self.join(self.conversion, self.full_name)
 
     def set_position(
-        self,
-        seed: int,
-        step: int,
-        first_sample: int,
-        steps: int | None = None,
-        decay: int | None = None,
-        is_ended: bool = False,
+        self, seed: int, step: int, first_sample: int, steps: int | None, decay: int | None
     ) -> None:
-        """Go to optimizer step `step` of `steps`, with the first sequence of the pass at `first_sample`.
-
-        With `is_ended`, the histories have already finished the previous step.
-        """
+        """Go to a step and a pass (`set_step`); histories have already finished the previous step."""
         if step != self.step:
-            self._end_step(is_ended)
+            self._end_step()
         # A module's own way to set an attribute is slow, and every micro-batch does it in every layer.
         vars(self).update(step=step, step_is_set=True, steps_unset=0, length=(steps, decay))
         self._use_rules(step, steps, decay)
@@ -177,34 +132,38 @@ class Stepped:
         self.process = process
         self._use_own_samples()
 
-    def _begin_pass(self) -> bool:
+    def begin_pass(self) -> bool:
         """Begin a forward pass; if the loop does not set steps, it may begin a step (`_is_new_step`).
 
         Returns:
             Whether a backward pass will follow.
         """
+        if not self.has_memory:
+            return torch.is_grad_enabled()
         if is_transformed() and not torch.compiler.is_compiling():
             refuse_transforms()  # before a key is drawn, which would belong to the transform
-        is_training = torch.is_grad_enabled()
-        if is_training and not self.step_is_set and not self._is_recomputing():
+        if not torch.is_grad_enabled():
+            return False
+        is_eager = not torch.compiler.is_compiling()
+        if not self.step_is_set and not self._is_recomputing():
             if any(rule.is_timed for rule in self.recipe.rules):
                 raise UserError(
                     f"a rule of recipe {self.recipe.name!r} starts at a step, but this loop does not set "
                     "the step; call narrowgauge.set_step before each forward pass"
                 )
             if self._is_new_step():
+                for history in self.histories.values():
+                    history.end_step()
                 self._end_step()
-            if not torch.compiler.is_compiling():
-                if self.begins_step:  # passes of earlier steps have been recomputed by now, or never will be
-                    self.awaits_backward = min(self.awaits_backward, 1)
-                self.begins_step, self.has_run = False, True
-                if self.process is None and self.keys is not None and (ddp := active_ddp()) is not None:
-                    self.use_process(ddp.process_group.rank())
+            if is_eager and self.begins_step:  # earlier passes are recomputed, or never will be
+                self.awaits_backward = min(self.awaits_backward, 1)
+            if is_eager and self.process is None and self.keys is not None and (ddp := active_ddp()):
+                self.use_process(ddp.process_group.rank())
             if self.keys is not None:  # a new tensor, because a backward pass may need the old one
                 self.keys = self.keys + _NEXT_KEY
-        elif is_training and not torch.compiler.is_compiling():
+        if is_eager:
             self.begins_step, self.has_run = False, True
-        return is_training
+        return True
 
     def step_taken(self) -> None:
         """Count an optimizer step. Until a step is set, only calls of this method count from now on."""
@@ -233,8 +192,8 @@ class Stepped:
 
     def follows_step(self) -> bool:
         """Whether any value of this module depends on the step."""
-        has_memory = self.is_random or bool(self.histories)
-        return has_memory or any(rule.is_timed for rule in self.recipe.rules)
+        is_timed = any(rule.is_timed for rule in self.recipe.rules)
+        return self.is_random or bool(self.histories) or is_timed
 
     def discard_step(self) -> None:
         """Undo what the passes of this step have left behind; see `nn.discard_step`."""
@@ -294,8 +253,8 @@ class Stepped:
     def _use_rules(self, step: int, steps: int | None, decay: int | None) -> None:
         """Switch to the casts that apply in a step."""
 
-    def _end_step(self, is_ended: bool = False) -> None:
-        """Finish a step before the next begins; with `is_ended`, everything except the histories."""
+    def _end_step(self) -> None:
+        """Finish a step, except its histories, before the next begins."""
 
 
 def set_step(
@@ -340,7 +299,7 @@ def set_step(
             )
     end_steps(h for layer in layers if layer.step != step for h in layer.histories.values())
     for layer in layers:
-        layer.set_position(seed, step, first_sample, steps, decay, is_ended=True)
+        layer.set_position(seed, step, first_sample, steps, decay)
     for module in modules:
         if isinstance(module, Dropout):
             module.set_position(seed, step, first_sample, next(model.parameters()).device)

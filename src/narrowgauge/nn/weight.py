@@ -19,9 +19,9 @@ rest equal the full weight's, because their scale comes from the amax over all s
 computes the scales of many layers in one all-reduce; a layer whose weight has changed since computes its own.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -68,7 +68,6 @@ from narrowgauge.system.torch_compat import (
     wrapper_subclass,
 )
 
-T = TypeVar("T")
 _SENT: WeakKeyDictionary[torch.nn.Module, None] = WeakKeyDictionary()  # wrappers whose masters are sent
 aten = torch.ops.aten
 _VIEWS = {
@@ -163,7 +162,7 @@ class Accumulation:
     parameter: torch.Tensor | None
     keeps_codes: bool  # whether the codes of the weight are kept from one micro-batch to the next
     keeps_both: bool = False  # whether the operands of a small weight are kept along both axes
-    kept: dict[Any, Any] = field(default_factory=dict)  # the operands that were kept
+    kept: dict[Any, Operand] = field(default_factory=dict)  # the operands that were kept
 
     def add(self, dw: torch.Tensor, transposed: bool, factor: torch.Tensor | None = None) -> bool:
         """Add to the existing gradient in one pass; False leaves it to autograd. `factor` is 0-dim.
@@ -194,15 +193,9 @@ class Accumulation:
     def add_rows(self, ids: torch.Tensor, grads: tuple[torch.Tensor]) -> tuple[None]:
         """Add the gradient of an embedding to the existing one, in the rows of its ids alone.
 
-        The rows of equal ids are first summed as `embedding` sums them, into the row of the first. Adding the
-        whole gradient, whose other rows are zero, gives the same digits.
-
-        Args:
-            ids: [...], int64.
-            grads: The gradient of the rows that were looked up, [..., D], as a hook before the node gets it.
-
-        Returns:
-            What the node gets instead: nothing, so that autograd adds nothing.
+        It is a hook before autograd's node of the rows [..., D] that were looked up, to which it leaves no
+        gradient. The rows of equal ids are first summed as `embedding` sums them, into the row of the first.
+        Adding the whole gradient, whose other rows are zero, gives the same digits.
         """
         assert self.parameter is not None
         assert self.parameter.grad is not None
@@ -213,13 +206,6 @@ class Accumulation:
         sum_TD = aten.embedding_dense_backward(dy_TD, first_V[ids_T], count, -1, False)
         self.parameter.grad.index_add_(0, ids_T, sum_TD)
         return (None,)
-
-    def once(self, key: object, make: Callable[[], T]) -> T:
-        """The result of the first call of `make` with this key."""
-        if key not in self.kept:
-            self.kept[key] = make()
-        made: T = self.kept[key]
-        return made
 
 
 @torch.no_grad()
@@ -247,15 +233,14 @@ def make_weight_state(
 ) -> ParamState | None:
     """Store a weight, its master and its gradient in casts, replacing the casts of another recipe.
 
+    Its values are rounded once, from the widest available; it becomes a `NarrowTensor`, or a DTensor of such
+    shards. The result is its record; None if weight and gradient are plain fp32.
+
     Args:
-        parameter: The weight. Its values are rounded once, from the widest available; it becomes a
-            `NarrowTensor`, or a DTensor of such shards.
+        parameter: The weight.
         casts: The casts of "weight", "master" (None: no master) and "grad".
         offload: The places, of "master" and "grad", that are stored in host memory.
         local: float32, the local values of a parameter that FSDP2 has sharded.
-
-    Returns:
-        The parameter's record; None if weight and gradient are plain fp32.
     """
     weight, master, grad = (casts[place] for place in ("weight", "master", "grad"))
     assert weight is not None
@@ -299,19 +284,13 @@ def bind(parameter: torch.nn.Parameter, state: ParamState, is_sharded: bool) -> 
     if state.gradient is not None:
         if type(parameter) is torch.nn.Parameter:
             parameter.__class__ = NarrowGradParameter
-        _collect_gradients_of(parameter)
+        accept_any_gradient(parameter)
+        if not is_called_after_accumulation(parameter, collect_gradient):
+            requires_grad = parameter.requires_grad  # it may be trained only later
+            parameter.requires_grad_().register_post_accumulate_grad_hook(collect_gradient)
+            parameter.requires_grad_(requires_grad)
         if has_gradient(parameter) and state.gradient.is_held:
             _hold(parameter, state.gradient)
-
-
-def _collect_gradients_of(parameter: torch.nn.Parameter) -> None:
-    """Call `collect_gradient` after each accumulation, also if the parameter is trained only later."""
-    accept_any_gradient(parameter)
-    if is_called_after_accumulation(parameter, collect_gradient):
-        return
-    requires_grad = parameter.requires_grad
-    parameter.requires_grad_().register_post_accumulate_grad_hook(collect_gradient)
-    parameter.requires_grad_(requires_grad)
 
 
 def send_masters(record: ParamState) -> None:

@@ -27,8 +27,9 @@ that FSDP2 has sharded:
     histories                       DTensors with a row for each process, as each sees other samples
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Placement, Shard
@@ -50,20 +51,12 @@ def _weight_of(module: Stepped) -> torch.Tensor | None:
     return dict(module.named_parameters(recurse=False)).get("weight") if isinstance(module, Linear) else None
 
 
-class _Kept(NamedTuple):
-    """A tensor of the model with state of a recipe, and the parameter that it is sharded with."""
-
-    tensor: torch.Tensor
-    of: torch.Tensor
-    is_row: bool = False  # each process has its own
-
-    def saved(self) -> torch.Tensor:
-        copied = self.tensor.clone()
-        return as_row(copied, self.of) if self.is_row else as_saved(copied, self.of)
-
-
 class CarriedState:
-    """The state of a recipe in the model of an optimizer."""
+    """The state of a recipe in the model of an optimizer.
+
+    Attributes:
+        tensors: The model's tensors by name, each with its form in a state dict: a function of a copy.
+    """
 
     def __init__(self, parameters: Sequence[torch.Tensor], model: torch.nn.Module | None = None) -> None:
         """Find the modules that were converted together with an optimizer's layers.
@@ -83,25 +76,25 @@ class CarriedState:
             for name, module in conversion.modules.items()
         }
         self.weights = {name: w for name, m in self.modules.items() if (w := _weight_of(m)) is not None}
-        self.tensors: dict[str, _Kept] = {}
+        self.tensors: dict[str, tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]] = {}
         for name, module in self.modules.items():
-            of = self.weights.get(name, parameters[0])
-            histories, others = module.history_tensors(), module.weight_tensors()
-            self.tensors |= {name + key: _Kept(t, of, is_row=True) for key, t in histories.items()}
-            self.tensors |= {name + key: _Kept(t, of) for key, t in others.items()}
+            of = self.weights.get(name, parameters[0])  # they are sharded as this is
+            row, part = partial(as_row, p=of), partial(as_saved, p=of)
+            self.tensors |= {name + key: (t, row) for key, t in module.history_tensors().items()}
+            self.tensors |= {name + key: (t, part) for key, t in module.weight_tensors().items()}
             if name in self.weights and state_of(of).weight is not None:
-                self.tensors[f"{name}stored"] = _Kept(stored_tensor(of), of)
+                self.tensors[f"{name}stored"] = stored_tensor(of), part
         stepped = {name: module for name, module in self.modules.items() if module.follows_step()}
         self.positions = {f"{name}position": module for name, module in stepped.items()}
 
     def saved(self) -> dict[str, torch.Tensor]:
         """The state by name, copied, because loading the model's weights changes it."""
         positions = {name: module.position() for name, module in self.positions.items()}
-        return positions | {name: kept.saved() for name, kept in self.tensors.items()}
+        return positions | {name: saved(t.clone()) for name, (t, saved) in self.tensors.items()}
 
     def local_parts(self, saved: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """What this process keeps of a saved state."""
-        kept = {name: k.tensor for name, k in self.tensors.items()}
+        kept = {name: t for name, (t, _) in self.tensors.items()}
         kept |= {name: module.position() for name, module in self.positions.items()}
         parts = {name: as_kept(t, kept[name]) if name in kept else t for name, t in saved.items()}
         require_same_tensors(kept, parts)
@@ -115,8 +108,8 @@ class CarriedState:
 
     def load(self, parts: Mapping[str, torch.Tensor]) -> None:
         """Copy the state back, bit for bit."""
-        for name, kept in self.tensors.items():
-            kept.tensor.copy_(parts[name])
+        for name, (t, _) in self.tensors.items():
+            t.copy_(parts[name])
         for name, module in self.positions.items():
             module.restore_position(parts[name])
 

@@ -23,17 +23,11 @@ from narrowgauge.system.errors import UserError
 def fed_back(
     m: torch.Tensor, v: torch.Tensor, error: torch.Tensor, options: Mapping[str, Any], step: int
 ) -> torch.Tensor:
-    """The first moment plus the feedback of a weight's rounding error, float32.
+    """The first moment, changed in place, plus the feedback of `error`: the float32 weight minus the stored.
 
-    Every operation rounds to float32: sqrt(v) / sqrt(c2) + eps, times the error, times the leading factor,
-    which is computed in float64 and rounded once.
-
-    Args:
-        m: The first moment after the update, float32; changed in place.
-        v: The second moment after the update, float32.
-        error: The float32 weight minus the stored one.
-        options: AdamW's lr, betas and eps. With a learning rate of 0 there is no feedback.
-        step: The step number, from 1.
+    `m` and `v` are float32, after the update. Every operation rounds to float32: sqrt(v) / sqrt(c2) + eps,
+    times the error, times the leading factor, which is computed in float64 and rounded once. With a learning
+    rate of 0 there is no feedback.
     """
     (beta_1, beta_2), lr = options["betas"], options["lr"]
     if lr == 0 or beta_1 == 0:

@@ -247,12 +247,7 @@ class Optimizer(torch.optim.Optimizer):
         assert g is not None
         weight = kept.weight or rounded_in_place(p, self.recipe)
         master, source = kept.master or s.get("master"), kept.master or weight
-        local = local_tensor(p) if weight is None else None
-        if source is None:
-            assert local is not None
-            w = wide_values(local, s.get("master"))
-        else:
-            w = source.read()
+        w = wide_values(local_tensor(p), s.get("master")) if source is None else source.read()
         moments = {place: s[place].read() for place in algorithm.moments}
         batch = UpdateBatch([w], [g], {k: [m] for k, m in moments.items()}, [s["step"]], [shard_of(p)])
         algorithm.apply(batch, group)
@@ -264,8 +259,8 @@ class Optimizer(torch.optim.Optimizer):
         is_fed_back = weight is not None and weight.cast.feedback
         first = {place: (s[place], m) for place, m in moments.items() if place != "m" or not is_fed_back}
         first["weight" if master is None else "master"] = (master or weight, w)
-        if local is not None and w is not local:
-            local.copy_(w)
+        if weight is None and w is not local_tensor(p):
+            local_tensor(p).copy_(w)
         yield [write(place, to, x) for place, (to, x) in first.items() if to is not None]
         if weight is not None and master is not None:
             yield [write("weight", weight, master.read())]
@@ -309,18 +304,6 @@ class Optimizer(torch.optim.Optimizer):
     def tensors(self, names: Mapping[torch.Tensor, str]) -> dict[str, torch.Tensor]:
         """The state as `{"NAME.m.values": tensor, ...}`, without copies; `names` names the parameters."""
         return {f"{names[p]}.{key}": t for p in self.parameters() for key, t in self._tensors_of(p).items()}
-
-    def restore(self, names: Mapping[torch.Tensor, str], saved: Mapping[str, torch.Tensor]) -> None:
-        """Copy saved state back, bit for bit.
-
-        Args:
-            names: The name of each parameter, as for `tensors`.
-            saved: The tensors of `tensors`, saved by an optimizer of the same model under the same recipe.
-        """
-        current = self.tensors(names)
-        require_same_tensors(current, saved)
-        for key, tensor in saved.items():
-            current[key].copy_(tensor)
 
     def state_dict(self) -> dict[str, Any]:
         """`own_state_dict`, with what the recipe keeps for the model (`carried_state.py`).
@@ -367,7 +350,10 @@ class Optimizer(torch.optim.Optimizer):
                 (carried if is_recipes else own)[key if is_recipes else f"{i}.{key}"] = local_tensor(t)
         of_recipe = CarriedState(self.parameters(), self.model)
         parts = of_recipe.local_parts(carried) if carried else {}
-        self.restore({p: str(i) for i, p in enumerate(states)}, own)
+        current = self.tensors({p: str(i) for i, p in enumerate(states)})
+        require_same_tensors(current, own)
+        for key, tensor in own.items():
+            current[key].copy_(tensor)
         if parts:
             of_recipe.load(parts)
         for group, options in zip(self.param_groups, deepcopy(groups), strict=True):

@@ -42,7 +42,7 @@ class Outline:
         blocks: The names of the repeated blocks, in the order of the model.
         attention: The attentions that a recipe can change, by name, in the form of `layers`.
         owners: All modules that own parameters, in the form of `layers`; rules about moments select these.
-        untouched: The names of linear layers that stay as they are (`nn.transformer.reach`).
+        untouched: The names of linear layers that stay as they are (`nn.transformer.outline`).
     """
 
     layers: Names

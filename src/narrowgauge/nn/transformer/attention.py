@@ -1,28 +1,241 @@
-"""Attention under a recipe: the module by which `convert` replaces a model's attention.
+"""Attention with its operands in the casts of a recipe: two products, and a softmax between them.
 
-It has no parameters. While the recipe leaves all of its places in `compute`, it computes as the attention
-that it replaces; otherwise `attention_function.py` computes it.
+    z_ts = (q_t . k_s) / sqrt(H)
+    p_ts = softmax over s of z_ts                      rows sum to 1 before p is quantized
+    y_t  = sum over s of p_ts v_s
+
+A product and its two gradients are three matmuls, as in a linear layer, so attention has six:
+
+    matmul     operands     contracts
+    q kᵀ       q, k         H
+    ds k       ds, k        S
+    dsᵀ q      ds, q        T
+    p v        p, v         S
+    do vᵀ      do, v        H
+    pᵀ do      p, do        T
+
+In the backward pass an operand is quantized only if the gradient that it is multiplied with is: with `do` in
+a format without scales, its two matmuls use p and v unquantized, and the same holds for `ds` with k and q.
+Rounding passes gradients through unchanged, so these are the gradients of the matmuls that were computed.
+Sums and the softmax are float32 (float64 for float64 tensors); the scale of a full tensor is applied to a
+sum, not to its terms. p is quantized after it is normalized; under a scale per row this is the same as
+quantizing exp(z - max z), as kernels with a running maximum do.
+
+Blocks lie within a matrix. Random bits follow from an element's index in the global tensor [B, all heads,
+rows, columns] of the step, and a scale of the full tensor is that of the heads of all processes.
+
+Only q, k and v are kept for the backward pass, which computes the rest again. Some heads are computed at a
+time (`SCORES` elements of p, or one head of keys with its queries), except under scales of the full tensor,
+which need all of p first.
+
+`convert` replaces a model's attention by `NarrowAttention`. It has no parameters, and computes as the
+attention that it replaces while the recipe leaves all of its places in `compute`.
+
+Legend: B sequences, N query heads, K key-value heads, Z = B N matrices, Y = B K matrices, T queries, S keys,
+H head_dim.
 """
 
+import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
+from narrowgauge.formats import RandomStream, torch_dtype
+from narrowgauge.kernels import emulate
 from narrowgauge.kernels.attention import Attention
+from narrowgauge.kernels.dispatch import contexts, is_unread, last_product
 from narrowgauge.kernels.dropout import Dropout
+from narrowgauge.nn.gemm import Operand
 from narrowgauge.nn.linear_function import autocast_disabled
-from narrowgauge.nn.observer import Observer
+from narrowgauge.nn.observer import Observation, Observer
 from narrowgauge.nn.shards import EqualShare
 from narrowgauge.nn.step_state import Stepped
-from narrowgauge.nn.transformer.attention_function import AttentionContext, narrow_attention
-from narrowgauge.quantization import Cast
-from narrowgauge.recipes import ATTENTION_PRODUCTS, Recipe, is_wide
+from narrowgauge.quantization import Cast, QuantContext, TensorShard, full_axis
+from narrowgauge.quantization.quantize import emulate_in_context
+from narrowgauge.recipes import ATTENTION_PRODUCTS, GRADIENT_PLACES, Recipe, is_wide
 from narrowgauge.system.errors import UserError
+from narrowgauge.system.second_derivative import FirstOrderFunction
 
-# Above the tensor ids of linear layers and of the optimizer (`optim.optimizer`), below dropout's.
-_FIRST_STREAM = 2**36
-_STREAMS = 2 * len(ATTENTION_PRODUCTS)
+SCORES = {"cpu": 2**20, "cuda": 2**25}  # elements of p that are held at a time
+_PRODUCTS = list(ATTENTION_PRODUCTS)
+_STREAMS = 2 * len(_PRODUCTS)  # of an attention
+_FIRST_STREAM = 2**36  # above the tensor ids of linear layers and of the optimizer, below dropout's
+#: The matmuls of the gradients of both operands, in their order.
+_GRADIENTS = {"q kᵀ": ("ds k", "dsᵀ q"), "p v": ("do vᵀ", "pᵀ do")}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionContext:
+    """Everything that a forward and a backward pass of attention need besides the tensors."""
+
+    casts: Mapping[str, Cast | None]  # the cast of each place; None, or a place that is missing, for `dtype`
+    share: EqualShare = field(default_factory=EqualShare)  # the heads of this process
+    #: int32 [12, 2], keys of the step's random streams, two per matmul; None if no cast is random
+    keys: Tensor | None = None
+    first_sample: int | Tensor = 0  # the index in the global batch of the first sequence
+    observer: Observer | None = None  # sees every operand
+    dtype: torch.dtype = torch.float32  # the dtype of q
+    samples: int = 1  # B
+    #: (index, count): the matrices at hand are the index-th of `count` equal pieces
+    piece: tuple[int, int] = (0, 1)
+
+    def cast(self, place: str, product: str) -> Cast | None:
+        """The cast of an operand of a matmul."""
+        gradient = next((p for p in ATTENTION_PRODUCTS[product] if p in GRADIENT_PLACES), None)
+        if gradient is not None:
+            of_gradient = self.casts.get(gradient)
+            if gradient != place and (of_gradient is None or not of_gradient.is_scaled):
+                return None
+        return self.casts.get(place)
+
+    def operand(self, x: Tensor, place: str, product: str, axis: int) -> Operand:
+        """What a matmul sees of a tensor [matrices, rows, columns] whose `axis` (-1 or -2) it contracts."""
+        cast, context = self.cast(place, product), QuantContext()
+        if cast is None or not cast.is_scaled:
+            seen = Operand(x.to(self.dtype if cast is None else torch_dtype(cast.element)))
+        else:
+            context = self._quant_context(x, cast, place, product)
+            wide = torch.promote_types(x.dtype, torch.float32)
+            has_rows = cast.block is None or cast.block[0] == 1
+            if axis == -1 and has_rows and context.shard is None and context.random is None:
+                values, scale = emulate(x.flatten(0, 1), cast, -1, wide)  # one matrix of all rows
+                seen = Operand(values.view(*x.shape[:2], -1), scale)
+            else:
+                seen = Operand(*emulate_in_context(x, cast, axis, wide, context))
+        if self.observer is not None and cast is not None:
+            self.observer.operand(Observation(place, x, *seen[:2], cast, axis, context))
+        return seen
+
+    def _quant_context(self, x: Tensor, cast: Cast, place: str, product: str) -> QuantContext:
+        """The random bits of the matrices of a tensor, and where they lie in the global one."""
+        is_random = cast.is_random and self.keys is not None
+        if not (is_random or self.share.groups):
+            return QuantContext()
+        index, count = self.piece
+        matrices = self.share.axis(self.samples, len(x) * count // self.samples)
+        shard = TensorShard((matrices.chunk(index, count), full_axis(x.shape[1]), full_axis(x.shape[2])))
+        if not is_random or self.keys is None:
+            return QuantContext(shard=shard)
+        key = self.keys[2 * _PRODUCTS.index(product) + ATTENTION_PRODUCTS[product].index(place)]
+        before = self.first_sample * (shard.shape.numel() // self.samples)
+        return QuantContext(RandomStream(key, before), shard=shard)
+
+
+class _Product(FirstOrderFunction):
+    """factor * a @ b of matrices in float32 or float64: [Z, M, C] of a product "q kᵀ" or "p v"."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, a_ZMC: Tensor, b: Tensor, name: str, factor: float, context: AttentionContext
+    ) -> Tensor:
+        ctx.save_for_backward(a_ZMC, b)
+        ctx.given = name, factor, context
+        if is_unread():
+            width = b.shape[1] if "ᵀ" in name else b.shape[2]
+            return a_ZMC.new_empty(*a_ZMC.shape[:2], width, dtype=_wide(context.dtype))
+        (a_place, b_place), axis = ATTENTION_PRODUCTS[name], -1 if "ᵀ" in name else -2
+        a, b_of = context.operand(a_ZMC, a_place, name, -1), context.operand(b, b_place, name, axis)
+        return _multiply(a, b_of, factor, context, b_turned="ᵀ" in name)
+
+    @staticmethod
+    def backward(ctx: Any, dc_ZMN: Tensor) -> tuple[Tensor | None, ...]:
+        (a_ZMC, b), (name, factor, context) = ctx.saved_tensors, ctx.given
+        (a_place, b_place), (to_a, to_b) = ATTENTION_PRODUCTS[name], _GRADIENTS[name]
+        c_place, b_turned = ATTENTION_PRODUCTS[to_a][0], "ᵀ" in name
+        dc = context.operand(dc_ZMN, c_place, to_a, -1)
+        b_of = context.operand(b, b_place, to_a, -2 if b_turned else -1)
+        da_ZMC = _multiply(dc, b_of, factor, context, b_turned=not b_turned).to(a_ZMC.dtype)
+        if context.observer is not None or not _ignores_axis(context.casts.get(c_place)):
+            dc = context.operand(dc_ZMN, c_place, to_b, -2)
+        a = context.operand(a_ZMC, a_place, to_b, -2)
+        first, second = (dc, a) if b_turned else (a, dc)
+        db = _multiply(Operand(first.elements.mT, first.scale), second, factor, context)
+        return da_ZMC, db.unflatten(0, (len(b), -1)).sum(1).to(b.dtype), None, None, None
+
+
+class _Softmax(FirstOrderFunction):
+    """The softmax over keys; its gradient is p (dp - sum of p dp)."""
+
+    @staticmethod
+    def forward(ctx: Any, z_ZTS: Tensor) -> Tensor:
+        p_ZTS = z_ZTS.softmax(dim=-1)
+        ctx.save_for_backward(p_ZTS)
+        return p_ZTS
+
+    @staticmethod
+    def backward(ctx: Any, dp_ZTS: Tensor) -> Tensor:
+        (p_ZTS,) = ctx.saved_tensors
+        ds_ZTS = p_ZTS * dp_ZTS
+        torch.sub(dp_ZTS, ds_ZTS.sum(-1, keepdim=True), out=ds_ZTS)
+        return ds_ZTS.mul_(p_ZTS)
+
+
+def _multiply(
+    a: Operand, b: Operand, factor: float, context: AttentionContext, b_turned: bool = False
+) -> Tensor:
+    """factor * a @ b, or a @ bᵀ if `b_turned`; several matrices of a may share one of b."""
+    wide = _wide(context.dtype)
+    b_values = b.elements.repeat_interleave(len(a.elements) // len(b.elements), dim=0)
+    c = a.elements.to(wide) @ (b_values.mT if b_turned else b_values).to(wide)
+    scales = [s for s in (a.scale, b.scale) if s is not None]
+    if scales:
+        c *= math.prod(scales[1:], start=scales[0])
+    return c if factor == 1 else c.mul_(factor)
+
+
+def _ignores_axis(cast: Cast | None) -> bool:
+    """Whether an operand has the same values whichever axis is contracted."""
+    return cast is None or not cast.is_scaled or (cast.ignores_axis and not cast.is_random)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of sums."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def narrow_attention(
+    q_BNTH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask: Tensor | None, context: AttentionContext
+) -> Tensor:
+    """Attention -> [B, N, T, H] in the dtype of q, causal or under `mask` [B, 1, T, S]."""
+    (B, N, T, _), (K, S) = q_BNTH.shape, k_BKSH.shape[1:3]
+    casts = [cast for cast in context.casts.values() if cast is not None and cast.is_scaled]
+    if any(cast.block is None or cast.tensor_scale == "tensor" for cast in casts):
+        count = 1
+    else:
+        limit = max(1, SCORES.get(q_BNTH.device.type, SCORES["cuda"]) // max(1, T * S * N // K))
+        count = next(n for n in range(1, B * K + 1) if B * K % n == 0 and B * K // n <= limit)
+    context = replace(context, dtype=q_BNTH.dtype, samples=B)
+    pieces = zip(*(x.flatten(0, 1).chunk(count) for x in (q_BNTH, k_BKSH, v_BKSH)), strict=True)
+    found = []
+    for i, piece in enumerate(pieces):
+        visible = _visible(len(piece[0]), i, q_BNTH, S, mask)
+        given = (*piece, visible, replace(context, piece=(i, count)))
+        options: dict[str, Any] = {"context_fn": contexts, "use_reentrant": False}
+        found.append(checkpoint(_attend, *given, preserve_rng_state=False, **options))
+    return torch.cat(found).unflatten(0, (B, N))
+
+
+def _attend(
+    q_ZTH: Tensor, k_YSH: Tensor, v_YSH: Tensor, visible: Tensor, context: AttentionContext
+) -> Tensor:
+    z_ZTS: Tensor = _Product.apply(q_ZTH, k_YSH, "q kᵀ", q_ZTH.shape[2] ** -0.5, context)
+    z_ZTS.detach().masked_fill_(~visible, -math.inf)  # p is 0 there, and so is the gradient
+    p_ZTS: Tensor = _Softmax.apply(z_ZTS)
+    with last_product():  # in the backward pass only p is read again
+        y_ZTH: Tensor = _Product.apply(p_ZTS, v_YSH, "p v", 1.0, context)
+    return y_ZTH.to(q_ZTH.dtype)
+
+
+def _visible(matrices: int, index: int, q_BNTH: Tensor, S: int, mask: Tensor | None) -> Tensor:
+    """The keys that the queries of a piece see: bool, [Z or 1, T, S] of the piece."""
+    (_, N, T, _), device = q_BNTH.shape, q_BNTH.device
+    if mask is not None:
+        return mask[:, 0][torch.arange(index * matrices, (index + 1) * matrices, device=device) // N]
+    return torch.ones(1, T, S, dtype=torch.bool, device=device).tril(S - T)
 
 
 class NarrowAttention(Stepped, Attention):
@@ -31,21 +244,14 @@ class NarrowAttention(Stepped, Attention):
     Attributes:
         casts: The cast of each place in this step; one that is missing, or None, is in `compute`.
         shard: The heads of this process.
-        observer: Sees all operands; attached for a step.
     """
 
     def __init__(self, recipe: Recipe, index: int) -> None:
-        """Compute under the recipe of this layer.
-
-        Args:
-            recipe: The recipe of this layer.
-            index: The index of the attention in the model.
-        """
+        """Compute under the recipe of this layer; `index` counts the attentions of the model."""
         torch.nn.Module.__init__(self)
         self.recipe, self.index = recipe, index
         self.casts: Mapping[str, Cast | None] = dict(recipe.attention)
         self.shard = EqualShare()
-        self.observer: Observer | None = None
         everything = [*recipe.attention.values(), *(c for r in recipe.rules for c in r.attention.values())]
         self.is_random = any(cast is not None and cast.is_random for cast in everything)
         # Plain CPU tensors that do not move with the module: each pass copies them.
@@ -68,7 +274,7 @@ class NarrowAttention(Stepped, Attention):
         share: tuple[int, int] = (0, 1),
     ) -> torch.Tensor:
         """Attention -> [B, N, T, H], as in `Attention`."""
-        self._begin_pass()
+        self.begin_pass()
         if self.is_wide:
             return super().forward(q_BNTH, k_BKSH, v_BKSH, mask, dropout, share)
         if dropout is not None:

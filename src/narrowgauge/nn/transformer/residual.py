@@ -18,7 +18,7 @@ from narrowgauge.formats import RandomStream, torch_dtype
 from narrowgauge.kernels import emulate
 from narrowgauge.kernels.residual import Residual
 from narrowgauge.nn.linear_function import autocast_disabled
-from narrowgauge.nn.observer import Observation, Observer
+from narrowgauge.nn.observer import Observation
 from narrowgauge.nn.shards import EqualShare
 from narrowgauge.nn.step_state import Stepped
 from narrowgauge.quantization import Cast, QuantContext, TensorShard, full_axis
@@ -48,22 +48,14 @@ class NarrowResidual(Stepped, Residual):
     Attributes:
         dtype: The dtype of the stream after this point.
         tokens: The tokens of this process, if several hold parts of each sequence.
-        observer: Sees the stream before and after; attached for a step.
     """
 
     def __init__(self, recipe: Recipe, index: int) -> None:
-        """Keep the stream in the cast of the recipe.
-
-        Args:
-            recipe: The recipe of the model.
-            index: The index of the point in the model.
-        """
+        """Keep the stream in the cast of a model's recipe; `index` counts the points of the model."""
         torch.nn.Module.__init__(self)
         self.recipe, self.index, self.cast = recipe, index, recipe["stream"]
-        dtype = None if self.cast.is_scaled else torch_dtype(self.cast.element)
-        self.dtype = dtype
+        self.dtype = None if self.cast.is_scaled else torch_dtype(self.cast.element)
         self.tokens: EqualShare | None = None
-        self.observer: Observer | None = None
         self.is_random = self.cast.is_random
         self.keys = self.first_sample = None
         self._set_keys(0, 0, 0)
@@ -74,7 +66,7 @@ class NarrowResidual(Stepped, Residual):
 
     def forward(self, x_BTD: torch.Tensor, delta_BTD: torch.Tensor | None = None) -> torch.Tensor:
         """The stream after this point: `x_BTD`, or the sum of both, rounded once."""
-        self._begin_pass()
+        self.begin_pass()
         wide = torch.promote_types(x_BTD.dtype, torch.float32)
         with autocast_disabled(x_BTD.device.type):
             total = x_BTD.to(wide) if delta_BTD is None else x_BTD.to(wide) + delta_BTD

@@ -38,11 +38,7 @@ class StackedExperts(torch.nn.Module):
     """
 
     def __init__(self, experts: torch.nn.Module) -> None:
-        """Take over the parameters and the hooks.
-
-        Args:
-            experts: Such a module (`is_stacked`).
-        """
+        """Take over the parameters and the hooks of such a module (`is_stacked`)."""
         super().__init__()
         share_hooks(experts, self)
         self.num_experts: int = experts.num_experts  # type: ignore[assignment]
@@ -52,9 +48,7 @@ class StackedExperts(torch.nn.Module):
         for name, parameter in experts.named_parameters(recurse=False):
             self.register_parameter(name, parameter)
         self.post_expert_norm: Any = experts.post_expert_norm if experts.has_post_expert_norm else None
-        self._source: tuple[Any] = (
-            experts,
-        )  # knows the activation; in a tuple, so that it is not registered as a submodule
+        self._source: tuple[Any] = (experts,)  # knows the activation; in a tuple: no submodule
         self.slices: dict[str, tuple[torch.Tensor, ...]] = {}
         self.train(experts.training)
 
@@ -64,13 +58,13 @@ class StackedExperts(torch.nn.Module):
         return experts if isinstance(experts, cls) else cls(experts)
 
     def use(self, recipe: Recipe, name: str, resolved: Mapping[str, Recipe], first: int, backend: str) -> int:
-        """Create the layers of all experts, or recreate them with their existing hooks; the index after them.
+        """Create the layers of all experts, or recreate them with their existing hooks.
 
         Args:
             recipe: The recipe of the model.
             name: The name of this module in the model.
             resolved: The recipe of each layer by its name in the model.
-            first: The index of its first layer in the model.
+            first: The index of its first layer in the model; that after its last is returned.
             backend: The requested backend.
         """
         experts = [torch.nn.Module() for _ in range(self.num_experts)]
@@ -144,17 +138,7 @@ class ExpertLinear(Linear):
         model_recipe: Recipe,
         backend: str,
     ) -> None:
-        """Create the layer.
-
-        Args:
-            stack: The module that holds the parameters.
-            number: The index of the expert.
-            name: The name of the parameter with its weight; `NAME_bias` is the one with its bias.
-            recipe: The recipe of this layer.
-            index: The index of the layer in the model.
-            model_recipe: The recipe of the model.
-            backend: The requested backend.
-        """
+        """As `Linear`, of an expert by its number, with slices of the parameters `name` and `NAME_bias`."""
         self._stack, self.number, self.name = (stack,), number, name  # in a tuple: not a submodule
         shape = stack.get_parameter(name).shape[1:]
         template = SimpleNamespace(weight=torch.nn.Parameter(torch.empty(shape, device="meta")), bias=None)

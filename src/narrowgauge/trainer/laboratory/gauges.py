@@ -34,9 +34,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from narrowgauge.nn import Gauges, Stepped
 from narrowgauge.nn.gauges import LayerGauge, means
 from narrowgauge.nn.observer import Observation
-from narrowgauge.optim import Optimizer
-from narrowgauge.optim.gauges import make_gauges
-from narrowgauge.quantization import QuantizedState, state_of
 from narrowgauge.recipes import GAUGED_PLACES
 from narrowgauge.system.errors import UserError, checked
 from narrowgauge.system.files import write_whole
@@ -171,7 +168,7 @@ class GaugeSession:
             raise UserError(f"every = {every} must be a number of steps from 1 on")
         self.readings: dict[int, list[Reading]] = {}
         self._lines: list[dict[str, Any]] = []
-        self._step, self._reader = 1, None if every > 1 else self._make(None)
+        self._step, self._reader = 1, None if every > 1 else Gauges.of(self.model)
         self._own_figures: dict[tuple[str, str], dict[str, float]] = {}
         self._handles: list[Any] = []
 
@@ -231,19 +228,6 @@ class GaugeSession:
             raise UserError(f"{path} cannot be written: {error.strerror}; name another file") from None
         return path
 
-    def _make(self, optimizer: Optimizer | None) -> Gauges:
-        """The gauges of a step; moments are known once the optimizer is."""
-        names: dict[torch.Tensor, str] = {p: name for name, p in self.model.named_parameters()}
-        if optimizer is not None:
-            return make_gauges(self.model, optimizer, names)
-        state: dict[tuple[str, str], QuantizedState | torch.Tensor] = {}
-        for p, name in names.items():
-            if p.ndim >= 2:
-                places: dict[str, QuantizedState | torch.Tensor] = {"weight": p}
-                for place, tensor in (places | state_of(p).by_place()).items():
-                    state[name.removesuffix(".weight"), place] = tensor
-        return Gauges(self.layers, state)
-
     def _attach(self) -> None:
         if (reader := self._reader) is None:
             return
@@ -261,8 +245,7 @@ class GaugeSession:
     def _before_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._reader is None or not self._is_of_model(optimizer):
             return
-        if isinstance(optimizer, Optimizer):
-            self._reader.state |= self._make(optimizer).state
+        self._reader.state |= Gauges.of(self.model, optimizer).state  # its moments are known only now
         self._reader.after_backward()
 
     def _after_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -272,7 +255,7 @@ class GaugeSession:
             self._reader.after_step()
             self._keep(self._reader)
         self._step += 1
-        self._reader = None if self._step % self.every else self._make(None)
+        self._reader = None if self._step % self.every else Gauges.of(self.model)
         self._attach()
 
     def _keep(self, reader: Gauges) -> None:

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from narrowgauge.distributed import Mesh
-from narrowgauge.nn import audit
-from narrowgauge.optim.gauges import make_gauges
+from narrowgauge.nn import Gauges, audit
 from narrowgauge.quantization import shard_of, write_weight
 from narrowgauge.system.errors import Failed, UserError
 from narrowgauge.system.signals import Preempted, Requests, is_compared
@@ -177,7 +176,7 @@ def _measured_step(
     hardware.synchronize(context.run.device)
     start = time.perf_counter()
     is_read = _is_read(context, trainer.step + 1)
-    gauges = make_gauges(trainer.model, trainer.optimizer, trainer.names) if is_read else None
+    gauges = Gauges.of(trainer.model, trainer.optimizer, trainer.names) if is_read else None
     loss, norm, lr = _profiled(context, trainer, lambda: trainer.train_step(batches, after_forward, gauges))
     if gauges is not None:
         lines = token_lines(trainer.tokens, trainer.step)

@@ -35,7 +35,7 @@ from typing import Any
 from narrowgauge.guard import Guard, GuardVerdict
 from narrowgauge.guard.broken_place import BrokenPlace, find_broken
 from narrowgauge.guard.raises import Raise
-from narrowgauge.optim.gauges import make_gauges
+from narrowgauge.nn import Gauges
 from narrowgauge.recipes import STATE_PLACES
 from narrowgauge.trainer.checkpoint import DamagedError, steps, verify
 from narrowgauge.trainer.runs.loop.run_context import RunContext
@@ -240,6 +240,6 @@ def record_raises(context: RunContext, trainer: Trainer) -> None:
 
 def _read(trainer: Trainer, micro_batches: Sequence[Any], update: bool) -> list[dict[str, Any]]:
     """The gauges of the step after `trainer.step`, from all processes."""
-    gauges = make_gauges(trainer.model, trainer.optimizer, trainer.names)
+    gauges = Gauges.of(trainer.model, trainer.optimizer, trainer.names)
     trainer.read_step(micro_batches, gauges, update)
     return [line for own in trainer.engine.gather(gauges.lines(trainer.step + 1)) for line in own]

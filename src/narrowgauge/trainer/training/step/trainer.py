@@ -140,7 +140,7 @@ class Trainer(TrainState):
         Args:
             batches: the micro-batches of this rank, in order.
             after_forward: called with the loss between each forward pass and its backward pass.
-            gauges: gauges that read this step (`optim.gauges.make_gauges`).
+            gauges: gauges that read this step (`Gauges.of`).
 
         Returns:
             (loss, gradient norm, learning rate). The loss is the mean cross entropy over all targets of the
