@@ -24,8 +24,8 @@ EVERY = sorted(product(recipe_names(), SITES), key=lambda case: case not in FEW)
 
 
 def switches_in(value):
-    """The switches of a constant, or of a tuple of them."""
-    values = value if isinstance(value, tuple) else (value,)
+    """The switches of a constant, or of the eight of a grid."""
+    values = value if isinstance(value, tuple) and len(value) == 8 else (value,)
     return tuple(v for v in values if isinstance(v, bool | str))
 
 

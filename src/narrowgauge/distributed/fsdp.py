@@ -179,29 +179,25 @@ class GradCollector:
         self._layers[layer] = layer.weight
         layer.weight.register_post_accumulate_grad_hook(partial(self._arrive, layer))
 
+    @torch.no_grad()
     def _arrive(self, layer: Linear, _: torch.Tensor) -> None:
         self._arrived.add(layer)
-        if len(self._arrived) == len(self._layers):
-            self._arrived.clear()
-            collect_grads(self._layers)
-
-
-@torch.no_grad()
-def collect_grads(parameters: Mapping[Linear, torch.Tensor]) -> None:
-    """Add FSDP's sums (`parameter.grad`) to the low-precision gradients of the layers, and free the sums."""
-    gradients, tensors, streams = [], [], []
-    for layer, parameter in parameters.items():
-        state, total = layer.state_at_rest, parameter.grad
-        assert state is not None
-        assert state.gradient is not None
-        assert total is not None
-        # Replicas of a shard see different samples but need the same random bits: these count sums instead.
-        first = state.gradient.sums * parameter.numel()
-        streams.append(None if layer.keys is None else RandomStream(layer.keys[-1], first))
-        tensors.append(local_tensor(total).float())
-        gradients.append(state.gradient)
-        parameter.grad = None
-    add_all(gradients, tensors, streams)
+        if len(self._arrived) < len(self._layers):
+            return
+        self._arrived.clear()
+        gradients, tensors, streams = [], [], []
+        for each, parameter in self._layers.items():
+            state, total = each.state_at_rest, parameter.grad
+            assert state is not None
+            assert state.gradient is not None
+            assert total is not None
+            # Replicas of a shard see different samples but need the same random bits: these count sums.
+            first = state.gradient.sums * parameter.numel()
+            streams.append(None if each.keys is None else RandomStream(each.keys[-1], first))
+            tensors.append(local_tensor(total).float())
+            gradients.append(state.gradient)
+            parameter.grad = None  # frees FSDP's sum
+        add_all(gradients, tensors, streams)
 
 
 def quantize_fsdp_reduce(model: torch.nn.Module) -> None:

@@ -39,19 +39,6 @@ class Dimension:
     runs: tuple[int, ...] = ()  # the lengths of what each process holds; () if it holds all
     degrees: Mapping[str, int] = field(default_factory=dict)  # processes on each mesh axis that shards it
 
-    def require_aligned(self, size: int, what: str, cast: Cast, where: str) -> None:
-        """Refuse a sharding that divides blocks of `size` entries.
-
-        The `UserError` names the place, the cast and the degrees of parallelism.
-        """
-        if any(run % size for run in self.runs):
-            degrees = " x ".join(f"parallel.{name} = {n}" for name, n in self.degrees.items() if n > 1)
-            raise UserError(
-                f"{where}: cast {cast.name!r} has {what} of {size}, and dividing {self.size} "
-                f"{self.what} over {degrees} would cut some; use fewer processes there, another dimension, "
-                "or another cast in that place"
-            )
-
     def under_fsdp(self, dims: ParallelDims, of_expert: bool = False) -> "Dimension":
         """The dimension as FSDP shards it further; an expert over the processes that have the same one."""
         if not dims.is_sharded:
@@ -85,7 +72,10 @@ def check_degrees(
     """
     _check_tensor_parallel(model, sequence_length, dims)
     _check_expert_parallel(model, dims)
-    _check_blocks(model, recipe, sequence_length, sequences, dims)
+    if dims.tensor * dims.context > 1 or dims.is_sharded:
+        for cast, dimensions, where in _casts(model, recipe, sequence_length, sequences, dims):
+            if cast is not None:
+                _check(cast, dimensions, where)
 
 
 def _check_tensor_parallel(model: ModelConfig, sequence_length: int, dims: ParallelDims) -> None:
@@ -134,27 +124,30 @@ def _check_expert_parallel(model: ModelConfig, dims: ParallelDims) -> None:
         )
 
 
-def _check_blocks(
+def _casts(
     model: ModelConfig, recipe: Recipe, sequence_length: int, sequences: int, dims: ParallelDims
-) -> None:
-    if dims.tensor == dims.context == 1 and not dims.is_sharded:
-        return
+) -> Iterator[tuple[Cast | None, list[Dimension], str]]:
+    """Each cast of a matrix, with its dimension across blocks and the one along them, and where it is."""
+    moments: dict[str, list[Dimension]] = {}
     for name, block, dimensions in _layers(model, sequence_length, sequences, dims):
         of_layer = recipe.for_layer([(name, block)], model.layers)
         for place, cast in operands_of(of_layer):
-            _check(cast, [dimensions[d] for d in DIMENSIONS[place]], f"{place} of {name}")
-        weight = [dimensions["N"].under_fsdp(dims, ".experts." in name), dimensions["K"]]
+            yield cast, [dimensions[d] for d in DIMENSIONS[place]], f"{place} of {name}"
+        weight = moments[name] = [dimensions["N"].under_fsdp(dims, ".experts." in name), dimensions["K"]]
         is_shared = block is None and model.tied_head  # a tied head has the wide state of the embedding
         for place in () if is_shared else WEIGHT_STATE:
-            _check(of_layer.state[place], weight, f"{place} of {name}")
-        _check_moments(recipe, weight, name)
+            yield of_layer.state[place], weight, f"{place} of {name}"
+    columns = Dimension("columns", model.dim)
+    moments["embedding"] = [Dimension("rows", model.vocab_size).under_fsdp(dims), columns]
+    if model.positions == "learned":
+        rows = Dimension("rows", model.max_sequence_length)
+        moments["position_embedding"] = [rows.under_fsdp(dims), columns]
     tokens = _tokens(sequence_length, sequences, {"context": dims.context, "tensor": dims.tensor})
-    _check(recipe["stream"], [tokens, Dimension("columns", model.dim)], "stream")
-    others = {"embedding": model.vocab_size}
-    others |= {"position_embedding": model.max_sequence_length} if model.positions == "learned" else {}
-    for name, rows in others.items():
-        weight = [Dimension("rows", rows).under_fsdp(dims), Dimension("columns", model.dim)]
-        _check_moments(recipe, weight, name)
+    yield recipe["stream"], [tokens, columns], "stream"
+    for name, weight in moments.items():
+        if prod(dimension.size for dimension in weight) >= SMALLEST_NARROW:
+            for place in ("m", "v"):
+                yield recipe.state[place], weight, f"{place} of {name}"
 
 
 def _layers(
@@ -187,20 +180,21 @@ def _over_tensor(sizes: list[int], what: str, tensor: int) -> Dimension:
     return Dimension(what, sum(sizes), runs, {"tensor": tensor})
 
 
-def _check_moments(recipe: Recipe, dimensions: list[Dimension], name: str) -> None:
-    rows, columns = (dimension.size for dimension in dimensions)
-    if rows * columns >= SMALLEST_NARROW:
-        for place in ("m", "v"):
-            _check(recipe.state[place], dimensions, f"{place} of {name}")
-
-
-def _check(cast: Cast | None, dimensions: list[Dimension], where: str) -> None:
-    """Check a matrix: its dimension across blocks, and the one along them."""
-    if cast is None:
-        return
+def _check(cast: Cast, dimensions: list[Dimension], where: str) -> None:
+    """Refuse a matrix whose shards divide blocks, or transforms along its last dimension."""
     for dimension, size in zip(dimensions, cast.block or (0, 0), strict=True):
         # A block of the full extent is shared: ranks agree on its scale. One that is expanded is not.
         size = size or (dimension.size if cast.expand or cast.codebook else 1)
-        dimension.require_aligned(size, "blocks", cast, where)
+        _require_aligned(dimension, size, "blocks", cast, where)
     if cast.hadamard:
-        dimensions[1].require_aligned(cast.hadamard, "transforms", cast, where)
+        _require_aligned(dimensions[1], cast.hadamard, "transforms", cast, where)
+
+
+def _require_aligned(dimension: Dimension, size: int, what: str, cast: Cast, where: str) -> None:
+    if any(run % size for run in dimension.runs):
+        degrees = " x ".join(f"parallel.{name} = {n}" for name, n in dimension.degrees.items() if n > 1)
+        raise UserError(
+            f"{where}: cast {cast.name!r} has {what} of {size}, and dividing {dimension.size} "
+            f"{dimension.what} over {degrees} would cut some; use fewer processes there, another dimension, "
+            "or another cast in that place"
+        )
