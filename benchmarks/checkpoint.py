@@ -22,7 +22,8 @@ from pathlib import Path
 
 import torch
 
-from narrowgauge.trainer.checkpoint import AsyncSaver, full_tensor, save, verify
+from narrowgauge.trainer.checkpoint import AsyncSaver, save, verify
+from narrowgauge.trainer.checkpoint.store.index import full_tensor
 from narrowgauge.trainer.checkpoint.store.safetensors_writer import write_safetensors
 
 

@@ -23,7 +23,7 @@ from narrowgauge.recipes.recipe_rules import require_place, require_recipe
 from narrowgauge.system.devices import imagine
 from narrowgauge.system.errors import UserError
 from narrowgauge.trainer.analysis.probe import has_memory
-from narrowgauge.trainer.checkpoint.interop.compressed_tensors import _scheme
+from narrowgauge.trainer.checkpoint.interop.quantized_export import _scheme
 from narrowgauge.trainer.runs.use.trained_model import is_tokenwise
 from support.unchecked import tomorrow, unchecked
 

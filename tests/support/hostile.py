@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.trainer.checkpoint import FileEntry, Manifest
+from narrowgauge.trainer.checkpoint.store.manifest import FileEntry, Manifest
 
 
 class Bomb:

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.trainer.checkpoint import read_manifest, steps
+from narrowgauge.trainer.checkpoint import steps
+from narrowgauge.trainer.checkpoint.store.manifest import read_manifest
 from narrowgauge.trainer.training import Config, make_config
 
 WORDS = ["narrow", "gauge", "rail", "train", "coal", "steam", "valley", "signal"]

@@ -3,11 +3,9 @@
 import torch
 
 from narrowgauge.nn import convert, set_step
-from narrowgauge.trainer.checkpoint.interop.compressed_tensors import write_quantized
 from narrowgauge.trainer.checkpoint.interop.gguf_model import write_gguf_model
 from narrowgauge.trainer.checkpoint.interop.huggingface import write_folder
-from narrowgauge.trainer.checkpoint.interop.modelopt import in_modelopt
-from narrowgauge.trainer.checkpoint.interop.safetensors_reader import SHARD_BYTES
+from narrowgauge.trainer.checkpoint.interop.quantized_export import write_quantized
 from narrowgauge.trainer.models import Transformer, initialize, model_config
 
 SIZES = {"dim": 128, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 128, "vocab_size": 160}
@@ -45,9 +43,8 @@ def export(to, folder, model, dtype=torch.float32, scales=None):
     if to == "gguf":
         return write_gguf_model(folder / "model.gguf", model, *settings)
     if to == "hf":
-        return write_folder(folder, model.config, *settings, SHARD_BYTES)
-    arrange = in_modelopt if to == "modelopt" else None
-    return write_quantized(folder, model, *settings, SHARD_BYTES, None, scales, arrange)
+        return write_folder(folder, model.config, *settings)
+    return write_quantized(folder, model, *settings, None, scales, to)
 
 
 def ours_from(read):

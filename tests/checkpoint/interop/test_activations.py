@@ -10,7 +10,6 @@ from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
 from safetensors.torch import load_file
 
 from checkpoint.interop.models import export, model_under
-from narrowgauge.nn import Linear
 from narrowgauge.quantization import quantize
 from narrowgauge.trainer.checkpoint.interop.activations import (
     InputScale,
@@ -19,6 +18,7 @@ from narrowgauge.trainer.checkpoint.interop.activations import (
     recorded_scale,
     scale_of_amax,
 )
+from narrowgauge.trainer.checkpoint.interop.quantized_export import narrow_layers
 
 DOWN = "blocks.0.down"
 THEIRS = "model.layers.0.mlp.down_proj"
@@ -26,11 +26,6 @@ THEIRS = "model.layers.0.mlp.down_proj"
 
 def in_training(recipe, steps=0):
     return model_under(recipe, steps, torch.bfloat16)
-
-
-def scaled(model):
-    layers = {name: m for name, m in model.named_modules() if isinstance(m, Linear)}
-    return {name: m for name, m in layers.items() if m.spec.casts["fprop.w"].is_scaled}
 
 
 def by_the_package(folder, x_MK):
@@ -50,8 +45,9 @@ def test_the_package_makes_the_codes_of_training(tmp_path, recipe, share):
     """With the scale of the same tensor; the package computes block scales of NVFP4 in bf16."""
     model, draw = in_training(recipe), torch.Generator().manual_seed(0)
     x = (torch.randn(64, 128, generator=draw) * torch.logspace(-1, 1, 64)[:, None]).bfloat16()
-    of_x = scaled(model)[DOWN].spec.casts["fprop.x"]
-    scales = {name: scale_of_amax(of_x, float(x.abs().max())) for name in scaled(model) if needs_scale(of_x)}
+    of_x = narrow_layers(model)[DOWN].spec.casts["fprop.x"]
+    scale = scale_of_amax(of_x, float(x.abs().max()))
+    scales = dict.fromkeys(narrow_layers(model), scale) if needs_scale(of_x) else {}
     remarks = export("compressed-tensors", tmp_path, model, torch.bfloat16, scales)
     ours = quantize(x, of_x, -1).dequantize().bfloat16()
     assert bool(remarks) == bool(scales)
@@ -62,18 +58,18 @@ def test_the_package_makes_the_codes_of_training(tmp_path, recipe, share):
 
 def test_delayed_scales_are_those_of_training(tmp_path):
     model = in_training("fp8-delayed", steps=2)
-    scales = {name: recorded_scale(layer) for name, layer in scaled(model).items()}
+    scales = {name: recorded_scale(layer) for name, layer in narrow_layers(model).items()}
     assert export("compressed-tensors", tmp_path, model, torch.bfloat16, scales) == []
-    tensors, layer = load_file(tmp_path / "model.safetensors"), scaled(model)[DOWN]
+    tensors, layer = load_file(tmp_path / "model.safetensors"), narrow_layers(model)[DOWN]
     assert tensors[f"{THEIRS}.input_scale"] == 1 / layer.histories["fprop.x"].scale
     assert tensors[f"{THEIRS}.input_scale"].shape == (1,)
-    assert recorded_scale(scaled(in_training("fp8-delayed"))[DOWN]) is None
-    assert recorded_scale(scaled(in_training("fp8"))[DOWN]) is None
+    assert recorded_scale(narrow_layers(in_training("fp8-delayed"))[DOWN]) is None
+    assert recorded_scale(narrow_layers(in_training("fp8"))[DOWN]) is None
 
 
 def test_modelopt_multiplies_by_the_scale(tmp_path):
     model = in_training("nvfp4")
-    scales = dict.fromkeys(scaled(model), InputScale(0.25, 4.0))
+    scales = dict.fromkeys(narrow_layers(model), InputScale(0.25, 4.0))
     assert len(export("modelopt", tmp_path, model, torch.bfloat16, scales)) == 1
     scale = load_file(tmp_path / "model.safetensors")[f"{THEIRS}.input_scale"]
     assert (scale, scale.shape) == (0.25, ())

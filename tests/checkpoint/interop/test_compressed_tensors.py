@@ -1,4 +1,4 @@
-"""The narrow weights in compressed-tensors' layout, against that package and against our own numbers."""
+"""The layouts of compressed-tensors and ModelOpt hold the narrow numbers of training, or refuse them."""
 
 import json
 import re
@@ -13,11 +13,13 @@ from checkpoint.interop import models
 from checkpoint.interop.models import export, model_under, weights_of
 from narrowgauge.nn import Linear
 from narrowgauge.quantization import quantize
-from narrowgauge.recipes import recipe
+from narrowgauge.recipes import recipe, recipe_names
 from narrowgauge.system.errors import UserError
 from narrowgauge.trainer.checkpoint.interop.external_model import read_external_model
 from narrowgauge.trainer.checkpoint.interop.huggingface import read_folder
 from narrowgauge.trainer.checkpoint.interop.name_map import name_map
+from narrowgauge.trainer.checkpoint.interop.quantized_export import LAYOUTS, narrow_layers
+from narrowgauge.trainer.checkpoint.interop.read_back import require_read_back
 from narrowgauge.trainer.models import model_config
 from narrowgauge.trainer.training.outline import placement
 
@@ -93,6 +95,26 @@ def test_the_package_and_import_read_the_numbers_of_training(tmp_path, name):
                 assert torch.equal(tensors[theirs], values)
     assert narrow == 7 * (3 if name == "nvfp4" else 4)
     assert "lm_head" in described.ignore
+
+
+MODELOPT = {"nvfp4": "W4A16_NVFP4", "mxfp8": "MXFP8"}
+
+
+@pytest.mark.tier("thorough", keep=("nvfp4", "mxfp8", "fp8"))
+@pytest.mark.parametrize("name", recipe_names())
+def test_every_recipe_is_exact_in_modelopts_layout_or_refused(tmp_path, name):
+    model = model_under(name)
+    try:
+        export("modelopt", tmp_path, model)
+    except UserError:
+        assert name not in MODELOPT
+        assert not list(tmp_path.iterdir())
+        return
+    narrow = {f"{name}.weight": layer.forward_weight() for name, layer in narrow_layers(model).items()}
+    require_read_back(read_folder(tmp_path).tensors, weights_of(model) | narrow)
+    said = json.loads((tmp_path / "config.json").read_text())["quantization_config"]["quant_algo"]
+    assert said == MODELOPT.get(name, said)
+    assert any(said in layout.algorithms.values() for layout in LAYOUTS.values())
 
 
 def test_several_casts_are_several_groups(tmp_path):

@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from checkpoint.interop.models import export, model_under
 from narrowgauge.system.errors import UserError
 from narrowgauge.trainer.checkpoint.interop.activations import needs_scale, scale_of_amax
-from narrowgauge.trainer.checkpoint.interop.compressed_tensors import narrow_layers
 from narrowgauge.trainer.checkpoint.interop.external_model import read_external_model
+from narrowgauge.trainer.checkpoint.interop.quantized_export import narrow_layers
 from narrowgauge.trainer.checkpoint.interop.read_back import different_tensors, wrong_input_scales
 
 KINDS = [("compressed-tensors", recipe) for recipe in ("nvfp4", "fp8", "mxfp8")] + [("modelopt", "nvfp4")]

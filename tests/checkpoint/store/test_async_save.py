@@ -8,7 +8,9 @@ import sys
 import pytest
 import torch
 
-from narrowgauge.trainer.checkpoint import AsyncSaver, PoisonedError, full_tensor, newest_valid, steps
+from narrowgauge.trainer.checkpoint import AsyncSaver, newest_valid, steps
+from narrowgauge.trainer.checkpoint.store.before_save import PoisonedError
+from narrowgauge.trainer.checkpoint.store.index import full_tensor
 from support.checkpoint_ranks import assert_whole
 from support.fault_table import case
 
@@ -75,7 +77,7 @@ def test_the_end_of_a_process_waits_for_its_save(tmp_path):
     script = (
         "import sys, torch; from pathlib import Path;"
         "from narrowgauge.trainer.checkpoint import AsyncSaver;"
-        "from narrowgauge.trainer.checkpoint.store.slices import full_tensor;"
+        "from narrowgauge.trainer.checkpoint.store.index import full_tensor;"
         "tensors = {'m': {'w': [full_tensor(torch.ones(4_000_000))]}};"
         "AsyncSaver().save(Path(sys.argv[1]), 1, tensors, {}, 2, 'run')"
     )

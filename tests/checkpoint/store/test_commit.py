@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from narrowgauge.system.errors import UserError
-from narrowgauge.trainer.checkpoint import load, newest_valid, read_manifest, save, steps
+from narrowgauge.trainer.checkpoint import load, newest_valid, save, steps
+from narrowgauge.trainer.checkpoint.store.manifest import read_manifest
 from support.fault_table import case
 
 
@@ -23,9 +24,6 @@ def spoil(directory, step):
         file.seek(-1, os.SEEK_END)
         file.write(b"\x55")
     os.utime(directory / f"step-{step}" / "model.safetensors")
-
-
-# Choice
 
 
 def test_only_a_name_of_a_step_counts(tmp_path):
@@ -66,9 +64,6 @@ def test_where_no_step_can_be_used_it_stops_with_advice(tmp_path, make, words):
     assert re.search(words, str(caught.value), re.DOTALL), caught.value
 
 
-# Publishing where something is
-
-
 def test_saving_the_same_again_changes_nothing(tmp_path):
     put(tmp_path, 1)
     before = {file: file.stat().st_mtime_ns for file in (tmp_path / "step-1").iterdir()}
@@ -90,9 +85,6 @@ def test_going_back_sets_the_abandoned_future_aside(tmp_path):
     for step in (30, 40, 50):
         put(tmp_path, step, keep=2)
     assert sorted(os.listdir(tmp_path)) == ["step-40", "step-50"]  # moved past: the old future is gone
-
-
-# Retention
 
 
 @case("D5", tier="quick")

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from narrowgauge.system.errors import UserError
-from narrowgauge.trainer.checkpoint import full_tensor, newest_valid, restore_distributed, steps
+from narrowgauge.trainer.checkpoint import newest_valid, restore_distributed, steps
+from narrowgauge.trainer.checkpoint.store.index import full_tensor
 from support.checkpoint_ranks import assert_whole, local_tensors_of, same_bits, tensors_of
 from support.fault_table import case
 from support.hostile import Bomb

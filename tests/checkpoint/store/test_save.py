@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from narrowgauge.system.errors import UserError
-from narrowgauge.trainer.checkpoint import DamagedError, PoisonedError, SaveError, load, newest_valid, save
+from narrowgauge.trainer.checkpoint import DamagedError, SaveError, load, newest_valid, save
+from narrowgauge.trainer.checkpoint.store.before_save import PoisonedError
 from support.checkpoint_ranks import assert_whole, same_bits
 from support.fault_table import case
 from support.hostile import MALFORMED, OTHER, SOUND, Bomb, forge

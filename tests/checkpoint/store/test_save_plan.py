@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.checkpoint.store.index import LocalTensor, TensorSlice, full_tensor
+from narrowgauge.trainer.checkpoint.store.index import require_exact_cover as cover
 from narrowgauge.trainer.checkpoint.store.save_plan import describe, make_index
-from narrowgauge.trainer.checkpoint.store.slices import LocalTensor, TensorSlice, full_tensor
-from narrowgauge.trainer.checkpoint.store.slices import require_exact_cover as cover
 
 
 def grid(shape, rng):

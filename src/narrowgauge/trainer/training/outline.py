@@ -63,7 +63,7 @@ def _in_block(name: str, number: int) -> str:
 
 def placement(model: ModelConfig, recipe: Recipe, tokens: int) -> list[str]:
     """Sentences on layers that stay wide, blocks that `tokens` cut, and rows that an export would refuse."""
-    from narrowgauge.trainer.checkpoint.interop.compressed_tensors import unfit_plan
+    from narrowgauge.trainer.checkpoint.interop.quantized_export import unfit_plan
 
     plan = resolve(recipe, outline_of_model(model))
     return [line for line in (kept_text(plan), *cut_blocks(plan, tokens), unfit_plan(model, plan)) if line]

@@ -20,7 +20,7 @@ the dtype of the activations, which moves 0.2 to 6 % of the codes in bf16. Any d
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -32,17 +32,19 @@ from narrowgauge.quantization import cast as named_cast
 from narrowgauge.recipes.describe import layout_of, unlike, written
 
 _FLOAT = {"type": "float", "symmetric": True}
-_TOKEN = {"num_bits": 8, **_FLOAT, "strategy": "token", "dynamic": True}
-_STATIC = {"num_bits": 8, **_FLOAT, "strategy": "tensor", "dynamic": False}
 #: As weights of NVFP4, and how their activations are computed.
 NVFP4 = {
     **{"num_bits": 4, **_FLOAT, "strategy": "tensor_group", "group_size": 16},
     **{"scale_dtype": "torch.float8_e4m3fn", "zp_dtype": "torch.float8_e4m3fn"},
 }
-_LOCAL = {**NVFP4, "dynamic": "local"}
 
 
-def mx_group(bits: int, dynamic: bool) -> dict[str, Any]:
+def float_group(strategy: str, dynamic: bool = False, **more: Any) -> dict[str, Any]:
+    """FP8 under fp32 scales."""
+    return {"num_bits": 8, **_FLOAT, "strategy": strategy, "dynamic": dynamic, **more}
+
+
+def mx_group(bits: int, dynamic: bool = False) -> dict[str, Any]:
     """Blocks of 32 elements under E8M0 scales."""
     group = {**_FLOAT, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
     return {"num_bits": bits, **group, "zp_dtype": "torch.uint8", "dynamic": dynamic}
@@ -51,14 +53,14 @@ def mx_group(bits: int, dynamic: bool) -> dict[str, Any]:
 class Rule(NamedTuple):
     """Activations in the layout: their description, and the cast with the server's codes."""
 
-    described: Mapping[str, Any]
+    described: dict[str, Any]
     cast: Cast
 
 
+_TOKEN = Rule(float_group("token", dynamic=True), named_cast("fp8-row"))
 #: The rule for each cast of fprop.x that the layout can express.
-RULES: Mapping[str, Rule] = {
-    "e4m3": Rule(_TOKEN, named_cast("fp8-row")),
-    "fp8-row": Rule(_TOKEN, named_cast("fp8-row")),
+RULES = {
+    **{"e4m3": _TOKEN, "fp8-row": _TOKEN},
     "fp8-1x128": Rule(
         {"num_bits": 8, **_FLOAT, "strategy": "group", "group_size": 128, "dynamic": True},
         named_cast("fp8-1x128"),
@@ -68,9 +70,9 @@ RULES: Mapping[str, Rule] = {
     "mxfp4": Rule(mx_group(4, dynamic=True), named_cast("mxfp4").having(scale_rule="even")),
 }
 #: The same with a scale in the file.
-MEASURED: Mapping[str, Rule] = {
-    "e4m3": Rule(_STATIC, named_cast("e4m3")),
-    "nvfp4": Rule(_LOCAL, named_cast("nvfp4")),
+MEASURED = {
+    "e4m3": Rule(float_group("tensor"), named_cast("e4m3")),
+    "nvfp4": Rule({**NVFP4, "dynamic": "local"}, named_cast("nvfp4")),
 }
 _OF_AMAX = ("history", "history_algorithm", "margin", "refresh")
 
@@ -85,18 +87,15 @@ class InputScale(NamedTuple):
     encode: float
 
 
-def rule_of(x: Cast, scale: InputScale | None) -> Rule | None:
-    """The rule for a cast of fprop.x, with a measured scale or without; None if there is none."""
-    layout = layout_of(x)
-    for name, rule in (RULES if scale is None else MEASURED).items():
-        if layout == layout_of(named_cast(name)):
-            return rule
-    return None
+def rule_of(x: Cast, is_measured: bool) -> Rule | None:
+    """The rule for a cast of fprop.x, with a scale in the file or without; None if there is none."""
+    rules = (MEASURED if is_measured else RULES).items()
+    return next((rule for name, rule in rules if layout_of(named_cast(name)) == layout_of(x)), None)
 
 
 def needs_scale(x: Cast) -> bool:
     """Whether a scale of a cast of fprop.x can be stored."""
-    return rule_of(x, InputScale(1.0, 1.0)) is not None
+    return rule_of(x, is_measured=True) is not None
 
 
 def scale_of_amax(x: Cast, amax: float) -> InputScale:
@@ -131,28 +130,30 @@ def differences(model: torch.nn.Module, scales: Mapping[str, InputScale] | None)
     `scales` are those in the file, by our names of the layers.
     """
     found: dict[str, list[str]] = {}
-    for name, layer in model.named_modules():
-        if isinstance(layer, Linear) and layer.spec.casts["fprop.x"].is_scaled:
-            scale = (scales or {}).get(name)
-            own = recorded_scale(layer)
-            sentence = _difference(layer, scale, scale is not None and scale == own)
-            found.setdefault(sentence, []).append(name)
+    for name, layer in linear_layers(model).items():
+        if layer.spec.casts["fprop.x"].is_scaled:
+            found.setdefault(_difference(layer, (scales or {}).get(name)), []).append(name)
     remarks = [f"inputs of {_layers(names)}: {sentence}" for sentence, names in found.items() if sentence]
     return [*remarks, *_elsewhere(model)]
 
 
 def before_the_casts(model: torch.nn.Module) -> list[str]:
     """What a file of plain weights leaves out: the casts of the forward pass."""
-    layers = [m for m in model.modules() if isinstance(m, Linear)]
-    if not any(cast.is_scaled for m in layers for place, cast in m.spec.casts.items() if "fprop" in place):
-        return list(_elsewhere(model))
+    casts = [layer.spec.casts for layer in linear_layers(model).values()]
+    if not any(cast.is_scaled for of in casts for place, cast in of.items() if "fprop" in place):
+        return _elsewhere(model)
     sentence = "weights are stored as they are before the recipe's casts, and servers multiply wide operands"
     return [sentence, *_elsewhere(model)]
 
 
+def linear_layers(model: torch.nn.Module) -> dict[str, Linear]:
+    """The linear layers of a converted model, by name."""
+    return {name: m for name, m in model.named_modules() if isinstance(m, Linear)}
+
+
 def input_formats(model: torch.nn.Module) -> list[str]:
     """The names of the narrow casts of inputs in training."""
-    casts = [m.spec.casts["fprop.x"] for m in model.modules() if isinstance(m, Linear)]
+    casts = [layer.spec.casts["fprop.x"] for layer in linear_layers(model).values()]
     return sorted({cast.name for cast in casts if cast.is_scaled})
 
 
@@ -160,7 +161,7 @@ def in_llama_cpp(model: torch.nn.Module) -> list[str]:
     """What llama.cpp computes differently from training."""
     names = input_formats(model)
     if not names:
-        return list(_elsewhere(model))
+        return _elsewhere(model)
     sentence = (
         f"inputs were {' and '.join(names)} in training, and llama.cpp rounds them to int8 in blocks "
         "of 32 where weights are narrow, and to the weights' format elsewhere"
@@ -168,11 +169,12 @@ def in_llama_cpp(model: torch.nn.Module) -> list[str]:
     return [sentence, *_elsewhere(model)]
 
 
-def _difference(layer: Linear, scale: InputScale | None, is_own: bool) -> str:
+def _difference(layer: Linear, scale: InputScale | None) -> str:
+    """How a layer's inputs differ; "" if they do not."""
     x = layer.spec.casts["fprop.x"]
     if not layer.spec.casts["fprop.w"].is_scaled:
         return f"{x.name} in training, and not quantized in the file, which has wide weights there"
-    rule = rule_of(x, scale)
+    rule = rule_of(x, scale is not None)
     if rule is None and needs_scale(x):
         return f"{x.name} in training, and not quantized in the file without a scale (--calibrate)"
     if rule is None:
@@ -180,7 +182,7 @@ def _difference(layer: Linear, scale: InputScale | None, is_own: bool) -> str:
     parts = []
     if keys := unlike(x, rule.cast, ("name", *_OF_AMAX)):
         parts.append(f"{written(x, keys)} in training, and {written(rule.cast, keys)} in the server")
-    if scale is not None and not is_own:
+    if scale is not None and scale != recorded_scale(layer):
         parts.append(
             "one fixed scale, that of the text it was measured on; in training each batch had its own"
         )
@@ -189,13 +191,14 @@ def _difference(layer: Linear, scale: InputScale | None, is_own: bool) -> str:
     return "; and ".join(parts)
 
 
-def _elsewhere(model: torch.nn.Module) -> Iterable[str]:
-    attention = [m for m in model.modules() if isinstance(m, NarrowAttention)]
-    if any(not m.is_wide for m in attention):
-        yield "attention multiplied narrow operands in training, and servers multiply wide ones"
-    streams = [m for m in model.modules() if isinstance(m, NarrowResidual) and m.cast.is_scaled]
+def _elsewhere(model: torch.nn.Module) -> list[str]:
+    found = []
+    if any(isinstance(m, NarrowAttention) and not m.is_wide for m in model.modules()):
+        found.append("attention multiplied narrow operands in training, and servers multiply wide ones")
+    streams = [m.cast for m in model.modules() if isinstance(m, NarrowResidual) and m.cast.is_scaled]
     if streams:
-        yield f"the residual stream was {streams[0].cast.name} in training, and is wide in servers"
+        found.append(f"the residual stream was {streams[0].name} in training, and is wide in servers")
+    return found
 
 
 def _layers(names: list[str]) -> str:

@@ -8,7 +8,12 @@ from narrowgauge.trainer.checkpoint.interop.gguf_file import is_gguf
 from narrowgauge.trainer.checkpoint.interop.gguf_model import read_gguf_external
 from narrowgauge.trainer.checkpoint.interop.llmc import is_llmc, read_llmc
 from narrowgauge.trainer.checkpoint.interop.name_map import ExternalModel
-from narrowgauge.trainer.checkpoint.interop.safetensors_reader import INDEX, SINGLE_FILE, pickle_at
+from narrowgauge.trainer.checkpoint.interop.safetensors_reader import (
+    INDEX,
+    SINGLE_FILE,
+    pickle_at,
+    refuse_pickle,
+)
 
 
 def is_external_model(path: Path) -> bool:
@@ -34,7 +39,11 @@ def read_external_model(path: Path) -> ExternalModel:
                 raise UserError(
                     f"{path} is already a run: pass it directly to sample, eval or --model.weights"
                 )
-            raise huggingface.refuse_other_folder(path)
+            refuse_pickle(path)
+            raise UserError(
+                f"{path} is not a model: it has neither {huggingface.CONFIG} (Hugging Face) nor config.toml "
+                "(a run); name a folder that has one of them, or an llm.c model file"
+            )
         if path.is_file():
             return _read_file(path)
     except OSError as error:

@@ -68,6 +68,7 @@ from narrowgauge.trainer.checkpoint.interop.name_map import (
     external_model,
     name_map,
     require_layers,
+    require_tensors,
 )
 from narrowgauge.trainer.checkpoint.interop.quantized_weights import times_scale
 from narrowgauge.trainer.data import load_tokenizer
@@ -272,10 +273,9 @@ def read_gguf_external(path: Path) -> ExternalModel:
             raise UserError(f"{path}: the weight {name!r} is not finite; fetch the file again")
     beside = path.parent / TOKENIZER_FILE
     kinds = {t.type.lower() for t in file.tensors.values() if len(t.shape) > 1}
-    tokenizer = beside if beside.is_file() else None
-    model = external_model("gguf", config, weights, path, tokenizer, kinds)
-    made = None if tokenizer is not None else tokenizer_of(file.metadata)
-    return replace(model, made_tokenizer=made, special_tokens=settings_of(file.metadata))
+    tokenizer = (beside, None) if beside.is_file() else (None, tokenizer_of(file.metadata))
+    settings = settings_of(file.metadata)
+    return external_model("gguf", config, weights, path, kinds, tokenizer[0], settings, tokenizer[1])
 
 
 def _config(file: GgufFile) -> ModelConfig:
@@ -369,9 +369,21 @@ def read_gguf_model(file: GgufFile, config: ModelConfig) -> dict[str, torch.Tens
     A `UserError` names a tensor that is missing, is not the model's, or cannot be decoded.
     """
     pairs = [p for p in gguf_map(config) if p.ours != "head.weight" or _HEAD in file.tensors]
-    needed = {_stack_of(name) for pair in pairs for name in pair.theirs}
-    _require_all(file, config, needed)
-    stacks = {name: _decoded(name, file) for name in needed if name.endswith("_exps.weight")}
+    stored = [NamePair(pair.ours, tuple(map(_stack_of, pair.theirs))) for pair in pairs]
+    names = {name for pair in stored for name in pair.theirs}
+    optional = {_scale_name(name) for name in names} | {n for n in file.tensors if n.endswith(_INPUT_SCALE)}
+    optional |= {_FREQUENCIES} if config.rope_factor != 1 else set()
+    require_tensors(file.tensors, stored, optional, file.path)
+    for name, tensor in file.tensors.items():
+        is_stack = name.endswith("_exps.weight")
+        if not tensor.shape or 0 in tensor.shape or (is_stack and len(tensor.shape) != 3):
+            raise UserError(f"{file.path}: {name!r} has the shape {tensor.shape}; fetch the file again")
+        if is_stack and tensor.shape[0] != config.experts:
+            raise UserError(
+                f"{file.path}: {name!r} has {tensor.shape[0]} experts, and its keys {config.experts}; fetch "
+                "it again"
+            )
+    stacks = {name: _decoded(name, file) for name in names if name.endswith("_exps.weight")}
 
     def read(name: str) -> torch.Tensor:
         if match := _STACKED.fullmatch(name):
@@ -383,27 +395,6 @@ def read_gguf_model(file: GgufFile, config: ModelConfig) -> dict[str, torch.Tens
 
     tensors = {pair.ours: pair.join(read, file.path) for pair in pairs}
     return tensors | {"head.weight": tensors.get("head.weight", tensors["embedding.weight"])}
-
-
-def _require_all(file: GgufFile, config: ModelConfig, needed: set[str]) -> None:
-    """Refuse a file with other tensors than the model's."""
-    if missing := sorted(needed - file.tensors.keys()):
-        raise UserError(f"{file.path} has no tensor {missing[0]!r}, which its keys ask for; fetch it again")
-    known = needed | {_scale_name(name) for name in needed if name.endswith("weight")}
-    known |= {_FREQUENCIES} if config.rope_factor != 1 else set()
-    for name, tensor in file.tensors.items():
-        if name not in known and not name.endswith(_INPUT_SCALE):
-            raise UserError(
-                f"{file.path} has a tensor {name!r}, for which its keys have no place; give a plain model"
-            )
-        is_stack = name.endswith("_exps.weight")
-        if not tensor.shape or 0 in tensor.shape or (is_stack and len(tensor.shape) != 3):
-            raise UserError(f"{file.path}: {name!r} has the shape {tensor.shape}; fetch the file again")
-        if is_stack and tensor.shape[0] != config.experts:
-            raise UserError(
-                f"{file.path}: {name!r} has {tensor.shape[0]} experts, and its keys {config.experts}; fetch "
-                "it again"
-            )
 
 
 def _decoded(name: str, file: GgufFile) -> list[torch.Tensor]:

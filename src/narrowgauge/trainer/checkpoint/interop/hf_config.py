@@ -27,8 +27,6 @@ class Family:
     fixed: dict[str, Any]  # ours that all of its models share
     # their keys, each with the values that are computed here; the first one where it is missing
     demanded: dict[str, tuple[Any, ...]]
-    written: dict[str, Any]  # their keys that are always written so
-    has_experts: bool = False  # whether its MLPs are mixtures
 
 
 _BOTH = {"vocab_size": "vocab_size", "initial_std": "initializer_range", "tied_head": "tie_word_embeddings"}
@@ -52,7 +50,6 @@ _GPT2 = Family(
         "scale_attn_by_inverse_layer_idx": (False,),
         "add_cross_attention": (False,),
     },
-    {"activation_function": "gelu_new"},
 )
 _KEYS = _BOTH | {
     "dim": "hidden_size",
@@ -71,6 +68,8 @@ _ASSUMED = {
 _ROPE = {"positions": "rope", "norm": "rms", "mlp": "swiglu", "qk_norm": False}
 _PLAIN = _ROPE | {"bias": False, "qkv_bias": False}
 _EXPERTS = {"experts": "num_experts", "experts_per_token": "num_experts_per_tok"}
+#: Demanded keys that are also written.
+_WRITTEN = ("activation_function", "hidden_act", "attention_bias")
 _NO_WINDOW: dict[str, tuple[Any, ...]] = {"sliding_window": (None,)}
 _ALL_EXPERTS: dict[str, tuple[Any, ...]] = {
     "router_jitter_noise": (0.0,),
@@ -88,16 +87,9 @@ def _like_llama(
 ) -> Family:
     """A family by what it has beside Llama's; those with norms of heads have no biases."""
     always: dict[str, tuple[Any, ...]] = {"hidden_act": ("silu", "swish"), "use_sliding_window": (False,)}
-    unbiased = {"attention_bias": False} if fixed["qk_norm"] else {}
-    return Family(
-        f"{name}ForCausalLM",
-        _KEYS | (keys or {}),
-        _ASSUMED | assumed,
-        fixed,
-        always | {key: (value,) for key, value in unbiased.items()} | (demanded or {}),
-        {"hidden_act": "silu"} | unbiased,
-        has_experts="experts" in (keys or {}),
-    )
+    always |= {"attention_bias": (False,)} if fixed["qk_norm"] else {}
+    own = _KEYS | (keys or {}), _ASSUMED | assumed, fixed, always | (demanded or {})
+    return Family(f"{name}ForCausalLM", *own)
 
 
 _MISTRAL = {"max_position_embeddings": 131072, "num_key_value_heads": 8}
@@ -152,7 +144,7 @@ def config_from(values: Mapping[str, Any], where: str) -> ModelConfig:
         raise UserError(f"{where}: {unknown('model_type', name, [*FAMILIES])}")
     family = FAMILIES[name]
     said = {**family.assumed, **values}
-    if family.has_experts:  # transformers 5 writes the former
+    if "experts" in family.keys:  # transformers 5 writes the former
         experts = values.get("num_local_experts", values.get("num_experts"))
         key = family.keys["experts"]
         said[key] = experts or family.assumed[key]
@@ -186,7 +178,7 @@ def family_of(config: ModelConfig) -> str:
     for name, family in FAMILIES.items():
         is_square = c.heads * c.head_dim == c.dim and c.kv_heads == c.heads
         fits = is_square if name == "gpt2" else "bias" in family.fixed or c.bias == c.qkv_bias
-        if fits and family.has_experts == bool(c.experts) and {**vars(c), **family.fixed} == vars(c):
+        if fits and ("experts" in family.keys) == bool(c.experts) and {**vars(c), **family.fixed} == vars(c):
             return name
     raise UserError(
         f"no family of Hugging Face's has positions = {c.positions}, norm = {c.norm}, mlp = {c.mlp}, "
@@ -201,7 +193,8 @@ def to_config(config: ModelConfig) -> dict[str, Any]:
     """The `config.json` of a configuration, without its tokens and dtype."""
     name = family_of(config)
     family = FAMILIES[name]
-    values = {theirs: getattr(config, ours) for ours, theirs in family.keys.items()} | family.written
+    values = {theirs: getattr(config, ours) for ours, theirs in family.keys.items()}
+    values |= {theirs: family.demanded[theirs][0] for theirs in _WRITTEN if theirs in family.demanded}
     if not config.initial_std:  # a program uses its default for weights that it adds, such as another head
         del values["initializer_range"]
     if name == "gpt2":

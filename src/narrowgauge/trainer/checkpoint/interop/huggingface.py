@@ -15,7 +15,6 @@
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +27,13 @@ from narrowgauge.trainer.checkpoint.interop.name_map import (
     external_model,
     name_map,
     require_layers,
+    require_tensors,
 )
 from narrowgauge.trainer.checkpoint.interop.quantized_weights import QuantizedFolder, require_readable
 from narrowgauge.trainer.checkpoint.interop.safetensors_reader import (
     SHARD_BYTES,
-    TensorFolder,
     inside,
     read_json,
-    refuse_pickle,
     write_tensors,
 )
 from narrowgauge.trainer.checkpoint.store.manifest import read_bounded
@@ -65,61 +63,39 @@ def is_folder(path: Path) -> bool:
 
 def read_folder(folder: Path) -> ExternalModel:
     """The model in a folder, with its weights dequantized to float32; nothing in the files is executed."""
-    _refuse_adapter(folder)
-    values = read_json(inside(folder, CONFIG))
-    config = config_from(values, str(folder / CONFIG))
-    with TensorFolder(folder) as files:
-        require_layers(config, len(files.file_of), folder)
-        weights = _quantized(folder, values, files)
-        stored = {_full_name(name, config): name for name in weights.names if not _NO_WEIGHT.fullmatch(name)}
-        pairs = name_map(config)
-        needed = {name for pair in pairs for name in pair.theirs}
-        if missing := sorted(needed - stored.keys()):
-            raise UserError(
-                f"{folder} has no tensor {missing[0]!r}, which its {CONFIG} asks for; fetch it again"
-            )
-        extra = stored.keys() - needed - ({_HEAD} if config.tied_head else set())
-        if extra:
-            raise UserError(
-                f"{folder} has a tensor {min(extra)!r}, for which its {CONFIG} has no place; "
-                "give a plain language model"
-            )
-        tensors = {pair.ours: pair.join(lambda name: weights.read(stored[name]), folder) for pair in pairs}
-        if config.tied_head and _HEAD in stored:
-            _require_tied(folder, weights.read(stored[_HEAD]), tensors["embedding.weight"])
-    tokenizer = inside(folder, TOKENIZER) if (folder / TOKENIZER).exists() else None
-    model = external_model("hf", config, tensors, folder, tokenizer, files.precisions)
-    return replace(model, special_tokens=special_tokens_of(folder, values))
-
-
-def _require_tied(folder: Path, head: torch.Tensor, embedding: torch.Tensor) -> None:
-    """Refuse a separate head if the configuration ties it; transformers 5 would not tie it either."""
-    if not torch.equal(head, embedding):
-        raise UserError(
-            f"{folder} has a {_HEAD!r} that differs from its embedding, but its {CONFIG} ties the two; "
-            'write "tie_word_embeddings": false there if the head is to be used, or delete the tensor'
-        )
-
-
-def _refuse_adapter(folder: Path) -> None:
-    """Refuse a folder with an adapter, which transformers would add to the weights."""
-    if (folder / ADAPTER).exists():
+    if (folder / ADAPTER).exists():  # transformers would add it to the weights
         raise UserError(
             f"{folder} has an {ADAPTER}, and weights of an adapter (PEFT, LoRA) are not read here; merge it "
             "with merge_and_unload() and save that, or move the adapter's files out to have the weights alone"
         )
+    values = read_json(inside(folder, CONFIG))
+    config = config_from(values, str(folder / CONFIG))
+    with QuantizedFolder(folder, _quantization(folder, values)) as weights:
+        require_layers(config, len(weights.file_of), folder)
+        stored = {_full_name(name, config): name for name in weights.names if not _NO_WEIGHT.fullmatch(name)}
+        pairs = name_map(config)
+        require_tensors(stored, pairs, {_HEAD} if config.tied_head else set(), folder)
+        tensors = {pair.ours: pair.join(lambda name: weights.read(stored[name]), folder) for pair in pairs}
+        is_tied = config.tied_head and _HEAD in stored  # transformers 5 would not tie another head either
+        if is_tied and not torch.equal(weights.read(stored[_HEAD]), tensors["embedding.weight"]):
+            raise UserError(
+                f"{folder} has a {_HEAD!r} that differs from its embedding, but its {CONFIG} ties the two; "
+                'write "tie_word_embeddings": false there if the head is to be used, or delete the tensor'
+            )
+    tokenizer = inside(folder, TOKENIZER) if (folder / TOKENIZER).exists() else None
+    settings = special_tokens_of(folder, values)
+    return external_model("hf", config, tensors, folder, weights.precisions, tokenizer, settings)
 
 
-def _quantized(folder: Path, values: Mapping[str, Any], files: TensorFolder) -> QuantizedFolder:
-    """The weights of a folder, which may be quantized according to its configuration."""
-    quantization = values.get("quantization_config") or {}
-    where = folder / CONFIG
+def _quantization(folder: Path, values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """How the weights are quantized: from the values of `config.json`, or from ModelOpt's file."""
+    quantization, where = values.get("quantization_config") or {}, folder / CONFIG
     if not quantization and (folder / MODELOPT).exists():
         where = folder / MODELOPT
         quantization = {"quant_method": "modelopt", **read_json(inside(folder, MODELOPT))}
     if quantization:
         require_readable(quantization, str(where))
-    return QuantizedFolder(files, quantization)
+    return quantization
 
 
 def special_tokens_of(folder: Path, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -138,15 +114,12 @@ def special_tokens_of(folder: Path, values: Mapping[str, Any]) -> dict[str, Any]
         said = read_json(inside(folder, TOKENIZER_CONFIG))
         settings = {key: value for key, value in said.items() if key not in _NOT_KEPT}
     if (folder / CHAT_TEMPLATE).exists():  # transformers reads it first
-        settings["chat_template"] = _read_template(inside(folder, CHAT_TEMPLATE))
+        path = inside(folder, CHAT_TEMPLATE)
+        try:
+            settings["chat_template"] = read_bounded(path, _LARGEST_TEMPLATE).decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path} is not a chat template: {error}; fetch it again, or delete it") from None
     return found | ({TOKENIZER_CONFIG: settings} if settings else {})
-
-
-def _read_template(path: Path) -> str:
-    try:
-        return read_bounded(path, _LARGEST_TEMPLATE).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not a chat template: {error}; fetch it again, or delete it") from None
 
 
 def write_folder(
@@ -155,14 +128,13 @@ def write_folder(
     tensors: Mapping[str, torch.Tensor],
     tokenizer: Path | None,
     dtype: torch.dtype = torch.float32,
-    shard_bytes: int = SHARD_BYTES,
     special_tokens: Mapping[str, Any] | None = None,
+    shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Fill an empty folder with a model, given in our names, that transformers' `from_pretrained` opens."""
     named = [item for pair in name_map(config) for item in pair.split(tensors[pair.ours])]
-    values = to_config(config)
     write_tensors(folder, named, dtype, shard_bytes)
-    write_settings(folder, values, tokenizer, dtype, special_tokens)
+    write_settings(folder, to_config(config), tokenizer, dtype, special_tokens)
 
 
 def write_settings(
@@ -182,12 +154,13 @@ def write_settings(
         loaded = load_tokenizer(tokenizer)
         tokens = tokens_around_a_text(loaded, kept)
         (folder / TOKENIZER).write_text(loaded.to_json(), encoding="utf-8")
-        end = loaded.library.id_to_token(_stop_id(tokens["eos_token_id"], loaded))
-        length = values.get("max_position_embeddings", values.get("n_positions"))
+        end = tokens["eos_token_id"]
+        if type(end) is not int or not 0 <= end < loaded.vocab_size:  # several, or none
+            end = loaded.end_of_document
         settings = {
             "tokenizer_class": "PreTrainedTokenizerFast",  # reads tokenizer.json, and needs no other file
-            "eos_token": end,
-            "model_max_length": length,
+            "eos_token": loaded.library.id_to_token(end),
+            "model_max_length": values.get("max_position_embeddings", values.get("n_positions")),
         }
         _write_json(folder / TOKENIZER_CONFIG, settings | kept.get(TOKENIZER_CONFIG, {}))
     if generation := kept.get(GENERATION, tokens):
@@ -200,21 +173,6 @@ def tokens_around_a_text(tokenizer: Tokenizer, special_tokens: Mapping[str, Any]
     begin = tokenizer.library.encode("", add_special_tokens=True).ids
     end = tokenizer.end_of_document
     return {"bos_token_id": (begin or [end])[0], "eos_token_id": end} | special_tokens.get(CONFIG, {})
-
-
-def _stop_id(eos: Any, tokenizer: Tokenizer) -> int:
-    """The id that ends a text; the end of a document if there are several, or none."""
-    is_id = type(eos) is int and 0 <= eos < tokenizer.vocab_size
-    return eos if is_id else tokenizer.end_of_document
-
-
-def refuse_other_folder(path: Path) -> UserError:
-    """The error for a folder that is not recognised."""
-    refuse_pickle(path)
-    return UserError(
-        f"{path} is not a model: it has neither {CONFIG} (Hugging Face) nor config.toml (a run); "
-        "name a folder that has one of them, or an llm.c model file"
-    )
 
 
 def _full_name(name: str, config: ModelConfig) -> str:

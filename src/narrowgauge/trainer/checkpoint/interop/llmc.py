@@ -14,7 +14,7 @@ recognised by its header, not by its name. Everything in a bf16 file is bf16, in
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,15 @@ from narrowgauge.system.errors import UserError
 from narrowgauge.trainer.checkpoint.interop.hf_config import FAMILIES
 from narrowgauge.trainer.checkpoint.interop.name_map import ExternalModel, external_model, parameter_shapes
 from narrowgauge.trainer.checkpoint.interop.safetensors_reader import PRECISIONS, refuse_pickle
-from narrowgauge.trainer.checkpoint.store.nonfinite import is_finite
+from narrowgauge.trainer.checkpoint.store.before_save import is_finite
 from narrowgauge.trainer.data.signatures import LlmcMagic
 from narrowgauge.trainer.models import ModelConfig
 
 VERSIONS = {3: torch.float32, 5: torch.bfloat16}
+_NUMBERS = {torch.float32: "<i4", torch.bfloat16: "<i2"}  # the bits of each
+#: What the header has from its third integer on, but for the padded vocabulary.
+_SIZES = ("max_sequence_length", "vocab_size", "layers", "heads", "dim")
+_EMBEDDING = "embedding.weight"
 _HEADER = 256
 _PAD_TO = 128
 _MOST = 2**24  # the largest dimension: keeps the size of a forged file's tensors within an int64
@@ -58,32 +62,25 @@ def read_llmc(path: Path) -> ExternalModel:
     The format has no tokenizer; a tokenizer.json in the same folder is assumed to be the model's.
     """
     header = _header(path)
-    version, length, vocab, layers, heads, channels, padded = (int(x) for x in header[1:8])
-    config = _config(path, length, vocab, layers, heads, channels)
-    if not vocab <= padded < vocab + 2**16:
-        raise _wrong(path, f"a padded vocabulary of {padded} for one of {vocab}")
-    dtype = VERSIONS[version]
-    tensors: dict[str, torch.Tensor] = {}
-    shapes = list(_stored(config, padded))
-    size = 4 * _HEADER + dtype.itemsize * sum(math.prod(shape) for _, shape in shapes)
+    config, padded = _config(path, header), int(header[7])
+    if not config.vocab_size <= padded < config.vocab_size + 2**16:
+        raise _wrong(path, f"a padded vocabulary of {padded} for one of {config.vocab_size}")
+    dtype = VERSIONS[int(header[1])]
+    shapes = _stored(config, padded)
+    size = 4 * _HEADER + dtype.itemsize * sum(map(math.prod, shapes.values()))
     if path.stat().st_size != size:
         raise _wrong(path, f"{path.stat().st_size} bytes, where its header asks for {size}")
-    raw: NDArray[np.generic] = np.memmap(
-        path, dtype="<f4" if dtype == torch.float32 else "<i2", mode="r", offset=4 * _HEADER
-    )
-    start = 0
-    for name, shape in shapes:
-        end = start + math.prod(shape)
-        numbers = torch.from_numpy(np.array(raw[start:end], dtype=raw.dtype.newbyteorder("="))).view(shape)
-        tensor = numbers if dtype == torch.float32 else numbers.view(torch.bfloat16).float()
-        tensors[name] = tensor[:vocab].clone() if name == "embedding.weight" else tensor
-        if not is_finite(tensor):
-            raise _wrong(path, f"a NaN or an infinity in {name}")
-        start = end
-    tokenizer = path.with_name("tokenizer.json")
-    return external_model(
-        "llmc", config, tensors, path, tokenizer if tokenizer.is_file() else None, [PRECISIONS[dtype]]
-    )
+    tensors: dict[str, torch.Tensor] = {}
+    with path.open("rb") as file:
+        file.seek(4 * _HEADER)
+        for name, shape in shapes.items():
+            bits = torch.from_numpy(np.fromfile(file, _NUMBERS[dtype], math.prod(shape)))
+            tensor = bits.view(dtype).float().view(shape)
+            if not is_finite(tensor):
+                raise _wrong(path, f"a NaN or an infinity in {name}")
+            tensors[name] = tensor[: config.vocab_size].clone() if name == _EMBEDDING else tensor
+    tokenizer = path.with_name("tokenizer.json") if path.with_name("tokenizer.json").is_file() else None
+    return external_model("llmc", config, tensors, path, [PRECISIONS[dtype]], tokenizer, {})
 
 
 def write_llmc(
@@ -96,29 +93,26 @@ def write_llmc(
         raise UserError(f"llm.c has no model files of {dtype}; use --dtype fp32 or --dtype bf16")
     padded = -(-config.vocab_size // _PAD_TO) * _PAD_TO
     header = np.zeros(_HEADER, dtype="<i4")
-    sizes = (config.max_sequence_length, config.vocab_size, config.layers, config.heads, config.dim, padded)
-    header[:8] = (LlmcMagic.GPT2_MODEL, versions[dtype], *sizes)
+    sizes = (getattr(config, name) for name in _SIZES)
+    header[:8] = (LlmcMagic.GPT2_MODEL, versions[dtype], *sizes, padded)
     with path.open("xb") as file:
         file.write(header.tobytes())
-        for name, shape in _stored(config, padded):
+        for name, shape in _stored(config, padded).items():
             tensor = tensors[name].detach().cpu().to(dtype)
-            if name == "embedding.weight":
+            if name == _EMBEDDING:
                 tensor = torch.cat([tensor, tensor.new_zeros(padded - config.vocab_size, config.dim)])
             assert tensor.shape == shape
-            bits = tensor.contiguous().view(torch.int32 if dtype == torch.float32 else torch.int16).numpy()
-            file.write(bits.astype(bits.dtype.newbyteorder("<"), copy=False).tobytes())
+            bits = tensor.contiguous().view(torch.int32 if dtype == torch.float32 else torch.int16)
+            file.write(bits.numpy().astype(_NUMBERS[dtype]).tobytes())
 
 
-def _stored(config: ModelConfig, padded: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and shape of every tensor, in the order of the file."""
-    shapes = parameter_shapes(config)
+def _stored(config: ModelConfig, padded: int) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor, in the order of the file."""
     parameters = [f"{module}.{parameter}" for module in _LAYER for parameter in ("weight", "bias")]
-    yield "embedding.weight", (padded, config.dim)
-    yield "position_embedding.weight", shapes["position_embedding.weight"]
-    for name in (f"blocks.{i}.{parameter}" for parameter in parameters for i in range(config.layers)):
-        yield name, shapes[name]
-    yield "norm.weight", shapes["norm.weight"]
-    yield "norm.bias", shapes["norm.bias"]
+    layers = [f"blocks.{i}.{parameter}" for parameter in parameters for i in range(config.layers)]
+    shapes = parameter_shapes(config) | {_EMBEDDING: (padded, config.dim)}
+    order = (_EMBEDDING, "position_embedding.weight", *layers, "norm.weight", "norm.bias")
+    return {name: shapes[name] for name in order}
 
 
 def _header(path: Path) -> NDArray[np.int32]:
@@ -142,22 +136,15 @@ def _header(path: Path) -> NDArray[np.int32]:
     return header
 
 
-def _config(path: Path, length: int, vocab: int, layers: int, heads: int, channels: int) -> ModelConfig:
-    if not all(0 < n < _MOST for n in (length, vocab, layers, heads, channels)):
+def _config(path: Path, header: NDArray[np.int32]) -> ModelConfig:
+    sizes: dict[str, Any] = dict(zip(_SIZES, map(int, header[2:7]), strict=True))
+    if not all(0 < n < _MOST for n in sizes.values()):
         raise _wrong(path, "a dimension that is not positive, or too large for any model")
+    layers, channels = sizes["layers"], sizes["dim"]
     if layers * (12 * channels + 13) * channels * 2 > path.stat().st_size:
         raise _wrong(path, f"{layers} layers of {channels} channels in {path.stat().st_size} bytes")
     try:
-        return ModelConfig(
-            dim=channels,
-            layers=layers,
-            heads=heads,
-            ffn_dim=4 * channels,
-            vocab_size=vocab,
-            max_sequence_length=length,
-            initial_std=0.02,
-            **_GPT2,
-        )
+        return ModelConfig(**sizes, ffn_dim=4 * channels, initial_std=0.02, **_GPT2)
     except UserError as error:
         raise _wrong(path, str(error)) from None
 

@@ -9,8 +9,8 @@ for experts the folders of the hub, with one tensor for each, which transformers
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -97,15 +97,10 @@ class ExternalModel:
     format: str  # "hf", "llmc" or "gguf"
     config: ModelConfig
     tensors: Mapping[str, torch.Tensor]  # float32; a tied head is listed under both names
-    tokenizer: Path | None = None  # the tokenizer.json that came with it
-    precisions: frozenset[str] = frozenset()  # in which the tensors were stored
-    special_tokens: Mapping[str, Any] = field(default_factory=dict)  # `huggingface.special_tokens_of`
-    made_tokenizer: Tokenizer | None = None  # from the model's own file, if that holds one
-
-    @property
-    def precision(self) -> str:
-        """The formats in which the tensors were stored, such as "bf16", or "bf16 and fp32"."""
-        return " and ".join(sorted(self.precisions))
+    tokenizer: Path | None  # the tokenizer.json that came with it
+    precision: str  # the formats in which the tensors were stored, such as "bf16", or "bf16 and fp32"
+    special_tokens: Mapping[str, Any]  # `huggingface.special_tokens_of`
+    made_tokenizer: Tokenizer | None  # from the model's own file, if that holds one
 
 
 def external_model(
@@ -113,8 +108,10 @@ def external_model(
     config: ModelConfig,
     tensors: dict[str, torch.Tensor],
     origin: Path,
-    tokenizer: Path | None = None,
-    precisions: Iterable[str] = (),
+    precisions: Iterable[str],
+    tokenizer: Path | None,
+    special_tokens: Mapping[str, Any],
+    made_tokenizer: Tokenizer | None = None,
 ) -> ExternalModel:
     """The record of a model; a `UserError` names the first tensor whose shape contradicts `config`."""
     if config.tied_head:
@@ -127,7 +124,8 @@ def external_model(
                 f"{origin}: {name} has shape {tuple(tensors[name].shape)}, but its configuration requires "
                 f"{tuple(shape)}; give weights and configuration of one model"
             )
-    return ExternalModel(format, config, tensors, tokenizer, frozenset(precisions))
+    precision = " and ".join(sorted(precisions))
+    return ExternalModel(format, config, tensors, tokenizer, precision, special_tokens, made_tokenizer)
 
 
 def require_layers(config: ModelConfig, tensors: int, origin: Path) -> None:
@@ -136,6 +134,22 @@ def require_layers(config: ModelConfig, tensors: int, origin: Path) -> None:
         raise UserError(
             f"{origin}: its configuration has {config.layers} layers, and there are {tensors} tensors; "
             "give weights and configuration of one model"
+        )
+
+
+def require_tensors(
+    found: Collection[str], pairs: Iterable[NamePair], optional: set[str], origin: Path
+) -> None:
+    """Refuse names of tensors that are not those of a model: one is missing, or has no place in it."""
+    needed = {name for pair in pairs for name in pair.theirs}
+    if missing := sorted(needed - {*found}):
+        raise UserError(
+            f"{origin} has no tensor {missing[0]!r}, which its configuration asks for; fetch it again"
+        )
+    if extra := sorted({*found} - needed - optional):
+        raise UserError(
+            f"{origin} has a tensor {extra[0]!r}, for which its configuration has no place; give a plain "
+            "language model"
         )
 
 

@@ -39,22 +39,23 @@ Hugging Face transformers, `convert_moe_packed_tensors`.)
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from narrowgauge.formats import decode, format, unpack
 from narrowgauge.system.errors import UserError
-from narrowgauge.trainer.checkpoint.interop.safetensors_reader import TensorFolder
+from narrowgauge.trainer.checkpoint.interop.safetensors_reader import PRECISIONS, TensorFolder
+from narrowgauge.trainer.checkpoint.store.before_save import is_finite
 
 METHODS = ("fp8", "compressed-tensors", "modelopt", "mxfp4")
 _NO_WEIGHT = ("input_scale", "input_global_scale", "weight_shape", "k_scale", "v_scale", "activation_scale")
 _BESIDE = ("weight_packed", "weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale")
 _SMALLEST, _LARGEST, _ZERO = 2.0**-16, 100.0, 2.0**-60
 
-BLOCKS, SCALES = PARTS = "_blocks", "_scales"
+BLOCKS, SCALES = _STACKED = "_blocks", "_scales"
 _BYTES = 16  # of the codes in a block
 #: The layers of an expert in each matrix, for `block_sparse_moe.experts` (Mixtral) and for the others.
 _LAYERS: dict[str, dict[bool, tuple[str, ...]]] = {
@@ -82,92 +83,85 @@ def require_readable(quantization: Mapping[str, Any], where: str) -> None:
         )
 
 
-@dataclass(frozen=True)
-class StackedWeight:
-    """The location of one weight in a stack: an expert, and rows of its matrix."""
-
-    stack: str
-    expert: int
-    rows: slice
-
-    def read(self, files: TensorFolder) -> dict[str, torch.Tensor]:
-        """Codes and scales, under the names that compressed-tensors gives a layer with the same bytes."""
-        blocks, scales = (files.read_stored(self.stack + part, (self.expert, self.rows)) for part in PARTS)
-        return {"weight_packed": blocks.flatten(-2), "weight_scale": scales}
-
-
-def stacked_weights(files: TensorFolder) -> Mapping[str, StackedWeight]:
-    """The weights of all stacked experts, by the names they have in a folder with one tensor for each."""
-    stacks = (name.removesuffix(BLOCKS) for name in files.file_of if name.endswith(BLOCKS))
-    return {name: weight for stack in stacks for name, weight in _weights_of(stack, files)}
-
-
-def _weights_of(stack: str, files: TensorFolder) -> Iterator[tuple[str, StackedWeight]]:
-    experts, _, matrix = stack.rpartition(".")
-    if matrix not in _LAYERS:
-        return
-    shape = files.shape(stack + BLOCKS)
-    scales = files.shape(stack + SCALES) if stack + SCALES in files.file_of else None
-    layers = _LAYERS[matrix]["block_sparse_moe." in experts]
-    if len(shape) != 4 or 0 in shape or shape[3] != _BYTES or shape[1] % len(layers) or scales != shape[:3]:
-        raise UserError(
-            f"the experts {stack!r} in {files.folder} have blocks of shape {shape} and scales of shape "
-            f"{scales}, and (experts, outputs, inputs / 32, 16) and (experts, outputs, inputs / 32) are "
-            "read; give the unquantized model"
-        )
-    count, rows = shape[0], shape[1] // len(layers)
-    for expert in range(count):
-        for i, layer in enumerate(layers):
-            place = StackedWeight(stack, expert, slice(i * rows, (i + 1) * rows))
-            yield f"{experts}.{expert}.{layer}.weight", place
-
-
-class QuantizedFolder:
+class QuantizedFolder(TensorFolder):
     """The dequantized weights of a folder, under the names of the unquantized model."""
 
-    def __init__(self, files: TensorFolder, quantization: Mapping[str, Any]) -> None:
-        self.files = files
-        self.block = _block_of(quantization)
-        self.stacked = stacked_weights(files)
-        self.names = [*self._names(), *self.stacked]
+    def __init__(self, folder: Path, quantization: Mapping[str, Any]) -> None:
+        super().__init__(folder)
+        self.precisions: set[str] = set()  # of the weights that were read
+        self._block = _block_of(quantization)
+        # Of each weight in a stack: the stack, its expert, and its rows of that expert's matrix.
+        self._in_stack: dict[str, tuple[str, int, slice]] = {}
+        stacks = [name.removesuffix(BLOCKS) for name in self.file_of if name.endswith(BLOCKS)]
+        stacks = [stack for stack in stacks if stack.rpartition(".")[2] in _LAYERS]
+        for stack in stacks:
+            self._add_stack(stack)
+        in_stacks = {stack + part for stack in stacks for part in _STACKED}
+        plain = []
+        for stored in self.file_of:
+            layer, _, last = stored.rpartition(".")
+            if last not in _NO_WEIGHT and stored not in in_stacks:
+                plain.append(f"{layer}.weight" if last in _BESIDE else stored)
+        self.names = [*dict.fromkeys(plain), *self._in_stack]
 
     def read(self, name: str) -> torch.Tensor:
-        """A tensor as float32; a `UserError` if it is damaged, in an unknown layout, or not finite."""
-        parts = self._parts(name)
-        if not parts:
-            return self.files.read(name)
-        try:
-            weight, precision = dequantize(parts, self.block)
-        except (ValueError, RuntimeError) as error:
+        """A weight as float32; a `UserError` if it is damaged, in an unknown layout, or not finite."""
+        if parts := self._parts(name):
+            try:
+                weight, precision = dequantize(parts, self._block)
+            except (ValueError, RuntimeError) as error:
+                raise UserError(
+                    f"the weights of {name.removesuffix('.weight')!r} in {self.folder} cannot be decoded: "
+                    f"{error}; give the unquantized model"
+                ) from None
+        else:
+            weight = self.read_stored(name)
+            if weight.dtype not in PRECISIONS:
+                raise UserError(
+                    f"tensor {name!r} in {self.folder / self.file_of[name]} is {weight.dtype}, and only "
+                    "fp32, bf16 and fp16 are read here; give the unquantized model"
+                )
+            precision = PRECISIONS[weight.dtype]
+        if not is_finite(weight):
             raise UserError(
-                f"the weights of {name.removesuffix('.weight')!r} in {self.files.folder} cannot be decoded: "
-                f"{error}; give the unquantized model"
-            ) from None
-        self.files.precisions.add(precision)
-        return self.files.require_finite(weight, name)
+                f"tensor {name!r} in {self.folder} holds a NaN or an infinity; give undamaged weights"
+            )
+        self.precisions.add(precision)
+        return weight.float()
 
     def _parts(self, name: str) -> dict[str, torch.Tensor]:
-        """The tensors that make up a quantized weight; none if it is not quantized."""
-        if name in self.stacked:
-            return self.stacked[name].read(self.files)
-        layer = name.removesuffix(".weight")
-        found = {part: f"{layer}.{part}" for part in _BESIDE if f"{layer}.{part}" in self.files.file_of}
-        if not name.endswith(".weight") or not found:
-            return {}
-        if "weight_packed" not in found:
-            found["weight"] = name
-        return {part: self.files.read_stored(stored) for part, stored in found.items()}
+        """The tensors that make up a quantized weight; none if it is not quantized.
 
-    def _names(self) -> Iterable[str]:
-        seen, stacks = set(), {weight.stack + part for weight in self.stacked.values() for part in PARTS}
-        for stored in self.files.file_of:
-            layer, _, last = stored.rpartition(".")
-            if last in _NO_WEIGHT or stored in stacks:
-                continue
-            name = f"{layer}.weight" if last in _BESIDE else stored
-            if name not in seen:
-                seen.add(name)
-                yield name
+        Those of a stack have the names that compressed-tensors gives a layer with the same bytes.
+        """
+        if name in self._in_stack:
+            stack, expert, rows = self._in_stack[name]
+            blocks, scales = (self.read_stored(stack + part, (expert, rows)) for part in _STACKED)
+            return {"weight_packed": blocks.flatten(-2), "weight_scale": scales}
+        layer = name.removesuffix("weight")
+        found = [part for part in _BESIDE if layer + part in self.file_of] if name.endswith(".weight") else []
+        if found and name in self.file_of:
+            found.append("weight")
+        return {part: self.read_stored(layer + part) for part in found}
+
+    def _add_stack(self, stack: str) -> None:
+        """Add the weights of the experts in a stack, by the names that they have in tensors of their own."""
+        experts, _, matrix = stack.rpartition(".")
+        shape = self.shape(stack + BLOCKS)
+        scales = self.shape(stack + SCALES) if stack + SCALES in self.file_of else None
+        layers = _LAYERS[matrix]["block_sparse_moe." in experts]
+        is_even = len(shape) == 4 and 0 not in shape and shape[3] == _BYTES and shape[1] % len(layers) == 0
+        if not is_even or scales != shape[:3]:
+            raise UserError(
+                f"the experts {stack!r} in {self.folder} have blocks of shape {shape} and scales of shape "
+                f"{scales}, and (experts, outputs, inputs / 32, 16) and (experts, outputs, inputs / 32) are "
+                "read; give the unquantized model"
+            )
+        rows = shape[1] // len(layers)
+        for expert in range(shape[0]):
+            for i, layer in enumerate(layers):
+                place = stack, expert, slice(i * rows, (i + 1) * rows)
+                self._in_stack[f"{experts}.{expert}.{layer}.weight"] = place
 
 
 def dequantize(parts: Mapping[str, torch.Tensor], block: tuple[int, int]) -> tuple[torch.Tensor, str]:
@@ -180,30 +174,45 @@ def dequantize(parts: Mapping[str, torch.Tensor], block: tuple[int, int]) -> tup
     Raises:
         ValueError: The tensors are in no layout of this module, or have scales that no quantizer makes.
     """
-    codes = parts["weight_packed"] if "weight_packed" in parts else parts["weight"]
-    scale = parts["weight_scale_inv"] if "weight_scale_inv" in parts else parts.get("weight_scale")
-    if scale is None:
-        raise ValueError("there is no weight_scale")
+    codes = parts.get("weight_packed", parts.get("weight"))
+    scale = parts.get("weight_scale_inv", parts.get("weight_scale"))
+    if codes is None or scale is None:
+        raise ValueError(f"there is no {'weight_scale' if scale is None else 'weight'}")
     if codes.ndim != 2:
         raise ValueError(f"the codes have {codes.ndim} dimensions")
-    if codes.dtype == torch.float8_e4m3fn:
-        if _is_e8m0(scale):
-            return times_scale(codes.float(), _each(_e8m0(scale), codes.shape)), "mxfp8"
+    is_e8m0 = scale.dtype in (torch.uint8, torch.float8_e8m0fnu)
+    if codes.dtype == torch.float8_e4m3fn and not is_e8m0:
         return times_scale(codes.float(), _fp8_scale(scale.float(), codes.shape, block)), "fp8"
-    if codes.dtype != torch.uint8 or scale.ndim != 2:
+    if codes.dtype == torch.float8_e4m3fn:
+        q_NK, kind = codes.float(), "mxfp8"
+    elif codes.dtype != torch.uint8 or scale.ndim != 2:
         raise ValueError(f"codes are {codes.dtype}, scales {scale.dtype} in {scale.ndim} dimensions")
-    if scale.dtype == torch.float8_e4m3fn:
-        q_NK = decode(unpack(codes, format("e2m1"), 2 * codes.shape[1]), format("e2m1"))
+    else:
+        element, kind = _packed_as(codes, scale, is_e8m0)
+        columns = codes.shape[1] * 8 // format(element).bits
+        q_NK = decode(unpack(codes, format(element), columns), format(element))
+    of_tensor = None
+    if is_e8m0:
+        scale = decode(scale.view(torch.uint8), format("e8m0"))
+    else:
         scale, of_tensor = _nvfp4_scale(scale.float(), parts)
-        return times_scale(q_NK, _each(scale, q_NK.shape), of_tensor=of_tensor), "nvfp4"
-    if not _is_e8m0(scale):
+    N, K = q_NK.shape
+    if scale.ndim != 2 or scale.shape[0] != N or not scale.shape[1] or K % scale.shape[1]:
+        raise ValueError(f"scales of shape {tuple(scale.shape)} for {N} x {K} codes")
+    return times_scale(q_NK, scale.repeat_interleave(K // scale.shape[1], 1), of_tensor=of_tensor), kind
+
+
+def _packed_as(codes: torch.Tensor, scale: torch.Tensor, is_e8m0: bool) -> tuple[str, str]:
+    """The element of packed codes, and the name of their format."""
+    if scale.dtype == torch.float8_e4m3fn:
+        return "e2m1", "nvfp4"
+    if not is_e8m0:
         raise ValueError(f"packed codes have scales of {scale.dtype}")
     width = 32 * scale.shape[1]
-    name, kind = ("e2m1", "mxfp4") if codes.shape[1] * 2 == width else ("e2m3", "mxfp6")
-    if kind == "mxfp6" and codes.shape[1] * 4 != width * 3:
-        raise ValueError(f"{codes.shape[1]} bytes a row do not hold {width} codes of 4 or 6 bits")
-    q_NK = decode(unpack(codes, format(name), width), format(name))
-    return times_scale(q_NK, _each(_e8m0(scale), q_NK.shape)), kind
+    for name, kind in (("e2m1", "mxfp4"), ("e2m3", "mxfp6")):
+        if codes.shape[1] * 8 == width * format(name).bits:
+            return name, kind
+    raise ValueError(f"{codes.shape[1]} bytes a row do not hold {width} codes of 4 or 6 bits")
 
 
 def times_scale(
@@ -257,22 +266,6 @@ def _fp8_scale(scale: torch.Tensor, shape: torch.Size, block: tuple[int, int]) -
             f"scales of shape {tuple(scale.shape)} for {N} x {K} codes in blocks of {rows}x{columns}"
         )
     return scale.repeat_interleave(rows, 0)[:N].repeat_interleave(columns, 1)[:, :K]
-
-
-def _each(scale: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """The scale of each element, for scales of blocks along a row."""
-    N, K = shape
-    if scale.ndim != 2 or scale.shape[0] != N or not scale.shape[1] or K % scale.shape[1]:
-        raise ValueError(f"scales of shape {tuple(scale.shape)} for {N} x {K} codes")
-    return scale.repeat_interleave(K // scale.shape[1], 1)
-
-
-def _is_e8m0(scale: torch.Tensor) -> bool:
-    return scale.dtype in (torch.uint8, torch.float8_e8m0fnu)
-
-
-def _e8m0(scale: torch.Tensor) -> torch.Tensor:
-    return decode(scale.view(torch.uint8), format("e8m0"))
 
 
 def _block_of(quantization: Mapping[str, Any]) -> tuple[int, int]:

@@ -8,11 +8,11 @@ An export is read back before it is published. Files that come later, such as th
 compared with a new export. The readers share only the tables of names and formats with the writers.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ _BOUND = 2.0**-21
 _OTHER_BYTES = "other bytes"
 #: The scales of a layer's activations, as compressed-tensors and ModelOpt call them.
 INPUT_SCALES = ("input_global_scale", "input_scale")
+_Stored = tuple[str, NDArray[np.uint8]]  # of a tensor in a file: type and shape as text, and its bytes
 
 
 class Difference(NamedTuple):
@@ -49,17 +50,6 @@ class Difference(NamedTuple):
         if not self.is_of_form:
             return f"{self.name} has {self.found} than the run's"
         return f"{self.name} is {self.found}, and should be {self.expected}"
-
-
-class _Stored(NamedTuple):
-    """A tensor of a file: its type and shape as text, and its bytes."""
-
-    form: str
-    data: NDArray[np.uint8]
-
-
-def _missing() -> _Stored:
-    return _Stored("missing", np.empty(0, np.uint8))
 
 
 def is_same(found: torch.Tensor, expected: torch.Tensor) -> bool:
@@ -84,16 +74,18 @@ def different_tensors(found: Path, expected: Path) -> list[Difference]:
 
     Scales of activations depend on a text, and only have to be there: `wrong_input_scales` judges them.
     """
+    differences = []
     with _stored(found) as theirs, _stored(expected) as ours:
-        differences = []
         for name in {**ours, **theirs}:
-            their, our = theirs.get(name, _missing)(), ours.get(name, _missing)()
-            if their.form != our.form:
-                differences.append(Difference(name, their.form, our.form))
-            elif not name.endswith(INPUT_SCALES) and not np.array_equal(their.data, our.data):
-                share = float(np.mean(their.data != our.data))
-                differences.append(Difference(name, f"{_OTHER_BYTES} ({share:.1%} of them)", our.form))
-        return differences
+            (their_form, their_data), (our_form, our_data) = (
+                of.get(name, _missing)() for of in (theirs, ours)
+            )
+            if their_form != our_form:
+                differences.append(Difference(name, their_form, our_form))
+            elif not name.endswith(INPUT_SCALES) and not np.array_equal(their_data, our_data):
+                share = float(np.mean(their_data != our_data))
+                differences.append(Difference(name, f"{_OTHER_BYTES} ({share:.1%} of them)", our_form))
+    return differences
 
 
 def has_input_scales(folder: Path) -> bool:
@@ -115,36 +107,39 @@ def wrong_input_scales(
     found = []
     with TensorFolder(folder) as files:
         for pair in name_map(model.config):
-            ours = pair.ours.removesuffix(".weight")
-            for theirs in pair.theirs if pair.ours.endswith(".weight") and ours in amaxes else ():
+            ours, _, parameter = pair.ours.rpartition(".")
+            for theirs in pair.theirs if parameter == "weight" and ours in amaxes else ():
                 names = [f"{theirs.removesuffix('weight')}{part}" for part in INPUT_SCALES]
                 name = next((name for name in names if name in files.file_of), None)
                 wanted = f"a scale that reaches about {amaxes[ours]:.3g}"
                 if name is None:
                     found.append(Difference(names[-1], "missing", wanted))
                     continue
-                scale = float(files.read_stored(name).max())
-                layer = model.get_submodule(ours)
+                scale, layer = float(files.read_stored(name).max()), model.get_submodule(ours)
                 assert isinstance(layer, Linear)
-                x = layer.spec.casts["fprop.x"]
-                reach = amax_of_scale(x, scale, divides=name.endswith(INPUT_SCALES[0]))
+                divides = name.endswith(INPUT_SCALES[0])
+                reach = amax_of_scale(layer.spec.casts["fprop.x"], scale, divides)
                 if not amaxes[ours] / within <= reach <= amaxes[ours] * within:
                     found.append(Difference(name, f"{scale:.3g}, which reaches {reach:.3g}", wanted))
     return found
 
 
+def _missing() -> _Stored:
+    return "missing", np.empty(0, np.uint8)
+
+
 @contextmanager
-def _stored(folder: Path) -> Iterator[Mapping[str, Any]]:
+def _stored(folder: Path) -> Iterator[Mapping[str, Callable[[], _Stored]]]:
     """Functions that read each tensor of an export, by name."""
     if (folder / GGUF_FILE).is_file():
         tensors = read_gguf(folder / GGUF_FILE).tensors
-        yield {name: partial(_Stored, f"{t.type} {t.shape}", t.data) for name, t in tensors.items()}
+        yield {name: partial(lambda t: (f"{t.type} {t.shape}", t.data), t) for name, t in tensors.items()}
         return
 
     def read(name: str) -> _Stored:
         tensor = files.read_stored(name)
         form = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
-        return _Stored(form, tensor.reshape(-1).view(torch.uint8).numpy())
+        return form, tensor.reshape(-1).view(torch.uint8).numpy()
 
     with TensorFolder(folder) as files:
         yield {name: partial(read, name) for name in files.file_of}

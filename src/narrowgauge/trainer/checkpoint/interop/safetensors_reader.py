@@ -16,14 +16,14 @@ import json
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.checkpoint.store.before_save import is_finite
 from narrowgauge.trainer.checkpoint.store.manifest import plain_name, read_bounded
-from narrowgauge.trainer.checkpoint.store.nonfinite import is_finite
 from narrowgauge.trainer.checkpoint.store.safetensors_writer import write_safetensors
 from narrowgauge.trainer.data.signatures import PICKLE, ZIP
 
@@ -42,26 +42,13 @@ class TensorFolder:
         self.folder = folder
         self._open = ExitStack()
         self._files: dict[str, Any] = {}
-        self._in_file: dict[str, set[str]] = {}
-        self.precisions: set[str] = set()  # of the tensors that were read
         self.file_of = self._find()
 
-    def __enter__(self) -> "TensorFolder":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._open.close()
-
-    def read(self, name: str) -> torch.Tensor:
-        """A tensor as float32; a `UserError` if it is missing, narrower than 16 bits, or not finite."""
-        tensor = self.read_stored(name)
-        if tensor.dtype not in PRECISIONS:
-            raise UserError(
-                f"tensor {name!r} in {self.folder / self.file_of[name]} is {tensor.dtype}, and only fp32, "
-                "bf16 and fp16 are read here; give the unquantized model"
-            )
-        self.precisions.add(PRECISIONS[tensor.dtype])
-        return self.require_finite(tensor, name).float()
 
     def read_stored(self, name: str, at: tuple[int | slice, ...] = ()) -> torch.Tensor:
         """A tensor as it is stored, or the part of it at an index, which is read alone."""
@@ -76,26 +63,19 @@ class TensorFolder:
         """The shape of a tensor."""
         return tuple(self._handle(self.file_of[name]).get_slice(name).get_shape())
 
-    def require_finite(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        """The given tensor; a `UserError` if it holds a NaN or an infinity."""
-        if not is_finite(tensor):
-            raise UserError(
-                f"tensor {name!r} in {self.folder} holds a NaN or an infinity; give undamaged weights"
-            )
-        return tensor
-
     def _find(self) -> dict[str, str]:
         """The file of each tensor; a single file takes precedence over an index, as in transformers."""
         if (self.folder / SINGLE_FILE).exists():
-            return dict.fromkeys(self._names(SINGLE_FILE), SINGLE_FILE)
+            return dict.fromkeys(self._handle(SINGLE_FILE).keys(), SINGLE_FILE)
         if (self.folder / INDEX).exists():
             listed = read_json(inside(self.folder, INDEX)).get("weight_map")
             if not isinstance(listed, dict) or not all(isinstance(f, str) for f in listed.values()):
                 raise UserError(
                     f"{self.folder / INDEX} has no weight_map of tensors and files; fetch the folder again"
                 )
+            names = {file: set(self._handle(file).keys()) for file in dict.fromkeys(listed.values())}
             for name, file in listed.items():
-                if name not in self._names(file):
+                if name not in names[file]:
                     raise _damaged(self.folder / file, f"it has no tensor {name!r}, which {INDEX} lists")
             return dict(listed)
         refuse_pickle(self.folder)
@@ -103,12 +83,6 @@ class TensorFolder:
             f"{self.folder} has neither {SINGLE_FILE} nor {INDEX}, and other files of weights are not read; "
             "give a folder that transformers' save_pretrained wrote"
         )
-
-    def _names(self, file: str) -> set[str]:
-        """Names of the tensors in a file."""
-        if file not in self._in_file:
-            self._in_file[file] = set(self._handle(file).keys())
-        return self._in_file[file]
 
     def _handle(self, name: str) -> Any:
         """The open file."""
@@ -129,30 +103,33 @@ class TensorFolder:
 
 
 def write_tensors(
-    folder: Path, tensors: Sequence[tuple[str, torch.Tensor]], dtype: torch.dtype | None, shard_bytes: int
+    folder: Path,
+    tensors: Sequence[tuple[str, torch.Tensor]],
+    dtype: torch.dtype | None,
+    shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write tensors as one file, or as several of about `shard_bytes` with an index.
 
     Floating-point tensors are converted to `dtype`, a file at a time; None keeps each dtype.
     """
-    shards: list[list[tuple[str, torch.Tensor]]] = [[]]
-    sizes, total = [0], 0
+    shards: list[dict[str, torch.Tensor]] = [{}]
+    size = total = 0
     for name, tensor in tensors:
         nbytes = tensor.numel() * (dtype or tensor.dtype).itemsize
-        if sizes[-1] and sizes[-1] + nbytes > shard_bytes:
-            shards.append([])
-            sizes.append(0)
-        shards[-1].append((name, tensor))
-        sizes[-1] += nbytes
+        if size and size + nbytes > shard_bytes:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor
+        size += nbytes
         total += nbytes
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         file = SINGLE_FILE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        converted = {name: t.to(dtype or t.dtype) for name, t in shard}
+        converted = {name: t.to(dtype or t.dtype) for name, t in shard.items()}
         if beyond := [name for name, t in converted.items() if not is_finite(t)]:
             raise UserError(f"{beyond[0]!r} has values that {dtype} cannot hold; choose another --dtype")
         write_safetensors(folder / file, converted, metadata={"format": "pt"})
-        weight_map |= {name: file for name, _ in shard}
+        weight_map |= dict.fromkeys(shard, file)
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

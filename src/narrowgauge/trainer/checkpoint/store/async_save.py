@@ -23,9 +23,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from narrowgauge.trainer.checkpoint.store.nonfinite import JSON, Tensors
+from narrowgauge.trainer.checkpoint.store.before_save import JSON, Tensors
+from narrowgauge.trainer.checkpoint.store.index import LocalTensors
 from narrowgauge.trainer.checkpoint.store.save import SavePlan, plan_save
-from narrowgauge.trainer.checkpoint.store.slices import LocalTensors
 
 NICE = 10  # lower priority of the thread, so that training steps get the cores first
 

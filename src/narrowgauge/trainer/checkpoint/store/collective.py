@@ -9,24 +9,14 @@ The process group is a gloo group. It carries small Python objects between the p
 the content of a file.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NoReturn, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from narrowgauge.system.collectives import Group, broadcast_object, gather_objects, rank_in, size_of
 from narrowgauge.system.errors import UserError
 
 T = TypeVar("T")
 Wrap = Callable[[str], UserError]  # the operating system's message -> the error to raise
-
-
-@dataclass(frozen=True)
-class RankFailure:
-    """The failure of one rank, in a form that can be sent; every rank raises `error_type(sentence)`."""
-
-    rank: int
-    error_type: type[UserError]
-    sentence: str
 
 
 def on_all_ranks(do: Callable[[], T], group: Group | None, wrap: Wrap) -> list[T]:
@@ -38,44 +28,35 @@ def on_all_ranks(do: Callable[[], T], group: Group | None, wrap: Wrap) -> list[T
     ranks.
     """
     outcome, cause = _attempt(do, group, wrap)
-    results: list[T] = []
-    for result in gather_objects(outcome, group):
-        if isinstance(result, RankFailure):
-            _raise(result, cause)
-        results.append(result)
-    return results
+    results = gather_objects(outcome, group)
+    _raise_failure(results, cause)
+    return results  # type: ignore[return-value]  # none is a failure
 
 
 def on_rank0(do: Callable[[], T], group: Group | None, wrap: Wrap) -> T:
     """Call a function on rank 0 alone; returns its result, or raises its error, on every rank."""
-    outcome: T | RankFailure | None = None
-    cause: Exception | None = None
-    if rank_in(group) == 0:
-        outcome, cause = _attempt(do, group, wrap)
+    outcome, cause = _attempt(do, group, wrap) if rank_in(group) == 0 else (None, None)
     outcome = broadcast_object(outcome, group)
-    if isinstance(outcome, RankFailure):
-        _raise(outcome, cause)
+    _raise_failure([outcome], cause)
     return outcome  # type: ignore[return-value]  # rank 0 filled it
 
 
-def _attempt(
-    do: Callable[[], T], group: Group | None, wrap: Wrap
-) -> tuple[T | RankFailure, Exception | None]:
+def _attempt(do: Callable[[], T], group: Group | None, wrap: Wrap) -> tuple[T | UserError, Exception | None]:
     """(the result or the failure to send, the original error)."""
-    rank = rank_in(group)
-    where = f"rank {rank}: " if size_of(group) > 1 else ""
+    where = f"rank {rank_in(group)}: " if size_of(group) > 1 else ""
     try:
         return do(), None
     except UserError as error:
-        return RankFailure(rank, type(error), f"{where}{error}"), error
+        return type(error)(f"{where}{error}"), error
     except Exception as error:
         reason = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-        wrapped = wrap(f"{where}{reason}")
-        return RankFailure(rank, type(wrapped), str(wrapped)), error
+        return wrap(f"{where}{reason}"), error
 
 
-def _raise(failure: RankFailure, local_error: Exception | None) -> NoReturn:
-    """Raise a failure, or this rank's own error if it is a bug, whose traceback is more useful."""
-    if local_error is not None and not isinstance(local_error, UserError | OSError):
+def _raise_failure(outcomes: Sequence[object], local_error: Exception | None) -> None:
+    """Raise the first failure, or this rank's own error if it is a bug, whose traceback is more useful."""
+    failure = next((outcome for outcome in outcomes if isinstance(outcome, UserError)), None)
+    if failure is not None and local_error is not None and not isinstance(local_error, UserError | OSError):
         raise local_error
-    raise failure.error_type(failure.sentence) from local_error
+    if failure is not None:
+        raise failure from local_error

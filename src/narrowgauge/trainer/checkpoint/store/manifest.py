@@ -27,7 +27,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -66,19 +66,13 @@ class Manifest:
 
     def to_json(self) -> str:
         """The canonical text, with its own digest."""
-        digest = hashlib.sha256(self._text("").encode()).hexdigest()
-        return self._text(digest)
+        content = {**asdict(self), "sha256": "", "version": VERSION}
+        content["sha256"] = hashlib.sha256(_text(content).encode()).hexdigest()
+        return _text(content)
 
-    def _text(self, digest: str) -> str:
-        files = {name: {"sha256": entry.sha256, "size": entry.size} for name, entry in self.files.items()}
-        content = {
-            "files": files,
-            "run_id": self.run_id,
-            "sha256": digest,
-            "step": self.step,
-            "version": VERSION,
-        }
-        return json.dumps(content, indent=1, sort_keys=True) + "\n"
+
+def _text(content: Mapping[str, Any]) -> str:
+    return json.dumps(content, indent=1, sort_keys=True) + "\n"
 
 
 def plain_name(name: str) -> bool:

@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,13 @@ from narrowgauge.trainer.checkpoint.store.index import (
     SUFFIX,
     Entry,
     Index,
+    LocalTensor,
+    LocalTensors,
     StoredSlice,
+    TensorSlice,
     from_json,
+    full_tensor,
+    require_inside,
 )
 from narrowgauge.trainer.checkpoint.store.manifest import (
     DamagedError,
@@ -38,13 +44,6 @@ from narrowgauge.trainer.checkpoint.store.manifest import (
     verify_listing,
 )
 from narrowgauge.trainer.checkpoint.store.save import STATE
-from narrowgauge.trainer.checkpoint.store.slices import (
-    LocalTensor,
-    LocalTensors,
-    TensorSlice,
-    full_tensor,
-    require_inside,
-)
 
 _LARGEST_JSON = 1 << 30
 
@@ -77,30 +76,21 @@ def load(path: Path) -> Checkpoint:
 
     A second name of a tensor loads as the same object.
     """
-    path = Path(os.path.abspath(path))
     opened = _open(path)
-    verify_files(path, opened.manifest, opened.tensor_files)
+    verify_files(opened.path, opened.manifest, opened.manifest.files)
     tensors: dict[str, dict[str, torch.Tensor]] = {}
     requested = []
     for group, named in opened.index.items():
         new = {n: torch.empty(e.shape, dtype=STORABLE[e.dtype]) for n, e in named.items() if not e.same_as}
         tensors[group] = {name: new[entry.same_as or name] for name, entry in named.items()}
         requested += [(named[name], full_tensor(tensor)) for name, tensor in new.items()]
-    _fill(path, requested)
-    return Checkpoint(opened.manifest.step, opened.manifest.run_id, tensors, opened.state)
+    _fill(opened.path, requested)
+    return opened.checkpoint(tensors)
 
 
 def read_state(path: Path, group: dist.ProcessGroup | None = None) -> Checkpoint:
     """A published step without its tensors; all ranks of `group` together."""
-
-    def unreadable(reason: str) -> UserError:
-        return DamagedError(f"{path} cannot be read: {reason}")
-
-    def read() -> Checkpoint:
-        opened = _open(Path(os.path.abspath(path)))
-        return Checkpoint(opened.manifest.step, opened.manifest.run_id, {}, opened.state)
-
-    return on_rank0(read, group, unreadable)
+    return on_rank0(lambda: _open(path).checkpoint({}), group, partial(_unreadable, path))
 
 
 def restore_distributed(
@@ -109,14 +99,9 @@ def restore_distributed(
     """Fill tensors in place from a published step of any number of ranks; all ranks of `group` together.
 
     All ranks raise the same error, before anything is changed. The returned checkpoint has no tensors.
-
-    Args:
-        path: The directory step-N, the same on all ranks.
-        local_tensors: The slices that this rank requests; their tensors, on any device, are filled. A group
-            that no rank requests is not read; in the others the ranks must request every tensor.
-        group: A gloo group; None = this process alone.
+    `local_tensors` are the slices that this rank requests; their tensors, on any device, are filled. A group
+    that no rank requests is not read; in the others the ranks must request every tensor.
     """
-    path = Path(os.path.abspath(path))
     opened: list[_Opened] = []
     requested: list[tuple[Entry, LocalTensor]] = []
 
@@ -124,16 +109,16 @@ def restore_distributed(
         opened.append(_open(path))
         requested.extend(_match(opened[0], local_tensors))
         needed = {stored.file for entry, local in requested for stored, _ in _overlaps(entry, local.slice)}
-        verify_files(path, opened[0].manifest, needed)
+        verify_files(opened[0].path, opened[0].manifest, needed)
         return {group: set(named) for group, named in local_tensors.items()}
 
-    def unreadable(reason: str) -> UserError:
-        return DamagedError(f"{path} cannot be read: {reason}")
+    _refuse_left_over(opened, on_all_ranks(prepare, group, partial(_unreadable, path)))
+    on_all_ranks(lambda: _fill(opened[0].path, requested), group, partial(_unreadable, path))
+    return opened[0].checkpoint({})
 
-    _refuse_left_over(opened, on_all_ranks(prepare, group, unreadable))
-    on_all_ranks(lambda: _fill(path, requested), group, unreadable)
-    manifest = opened[0].manifest
-    return Checkpoint(manifest.step, manifest.run_id, {}, opened[0].state)
+
+def _unreadable(path: Path, reason: str) -> UserError:
+    return DamagedError(f"{path} cannot be read: {reason}")
 
 
 @dataclass(frozen=True)
@@ -145,12 +130,12 @@ class _Opened:
     index: Index
     state: dict[str, Any]
 
-    @property
-    def tensor_files(self) -> list[str]:
-        return [name for name in self.manifest.files if name.endswith(SUFFIX)]
+    def checkpoint(self, tensors: dict[str, dict[str, torch.Tensor]]) -> Checkpoint:
+        return Checkpoint(self.manifest.step, self.manifest.run_id, tensors, self.state)
 
 
 def _open(path: Path) -> _Opened:
+    path = Path(os.path.abspath(path))
     manifest = verify_listing(path)
     for name in (STATE, INDEX):
         if name not in manifest.files:
@@ -186,27 +171,23 @@ def _match(opened: _Opened, local_tensors: LocalTensors) -> list[tuple[Entry, Lo
     matched = []
     for group, named in local_tensors.items():
         for name, requested in named.items():
-            entry = opened.index.get(group, {}).get(name)
+            entry, tensor = opened.index.get(group, {}).get(name), f"{name!r} of {group!r}"
             if entry is None:
-                raise _another(opened.path, f"it has no {name!r} of {group!r}")
+                raise _another(opened.path, f"it has no {tensor}")
             source = entry if entry.same_as is None else opened.index[group][entry.same_as]
             for local in requested:
-                _compare(opened.path, f"{name!r} of {group!r}", entry, local)
+                if entry.shape != tuple(local.shape):
+                    difference = f"{tensor} is {entry.shape} there and {tuple(local.shape)} here"
+                    raise _another(opened.path, difference)
+                if (dtype := STORABLE[entry.dtype]) != local.tensor.dtype:
+                    raise UserError(
+                        f"{opened.path} keeps {tensor} as {dtype}, and this run as {local.tensor.dtype}; use "
+                        "the recipe it was made with, or narrowgauge train --branch"
+                    )
                 if local.slice.numel:
                     require_inside(source.shape, local.slice)
                 matched.append((source, local))
     return matched
-
-
-def _compare(path: Path, tensor: str, entry: Entry, local: LocalTensor) -> None:
-    """Refuse an entry whose shape or dtype differs from the requested tensor's."""
-    if entry.shape != tuple(local.shape):
-        raise _another(path, f"{tensor} is {entry.shape} there and {tuple(local.shape)} here")
-    if (dtype := STORABLE[entry.dtype]) != local.tensor.dtype:
-        raise UserError(
-            f"{path} keeps {tensor} as {dtype}, and this run as {local.tensor.dtype}; use the recipe it was "
-            "made with, or narrowgauge train --branch"
-        )
 
 
 def _refuse_left_over(opened: Sequence[_Opened], ranks: Sequence[Mapping[str, set[str]]]) -> None:

@@ -34,15 +34,20 @@ import torch.distributed as dist
 
 from narrowgauge.system.collectives import rank_in, size_of
 from narrowgauge.system.files import write_new
+from narrowgauge.trainer.checkpoint.store.before_save import (
+    JSON,
+    DiskSpace,
+    SaveError,
+    Tensors,
+    refuse_non_finite,
+    require_space,
+)
 from narrowgauge.trainer.checkpoint.store.collective import on_all_ranks, on_rank0
 from narrowgauge.trainer.checkpoint.store.commit import begin, publish, retain, seal
-from narrowgauge.trainer.checkpoint.store.disk_space import DiskSpace, SaveError, require_space
-from narrowgauge.trainer.checkpoint.store.index import INDEX, Index, to_json
+from narrowgauge.trainer.checkpoint.store.index import INDEX, Index, LocalTensors, full_tensor, to_json
 from narrowgauge.trainer.checkpoint.store.manifest import MANIFEST, FileEntry
-from narrowgauge.trainer.checkpoint.store.nonfinite import JSON, Tensors, refuse_non_finite
 from narrowgauge.trainer.checkpoint.store.safetensors_writer import write_safetensors
 from narrowgauge.trainer.checkpoint.store.save_plan import describe, file_name, make_index, plan_for_rank
-from narrowgauge.trainer.checkpoint.store.slices import LocalTensors, full_tensor
 
 STATE = "state.json"
 _SLACK = 1 << 16  # bytes for each file: its header, and the end of its last block

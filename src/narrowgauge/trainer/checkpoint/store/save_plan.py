@@ -12,9 +12,18 @@ from typing import TypeAlias
 import torch
 
 from narrowgauge.system.errors import UserError
-from narrowgauge.trainer.checkpoint.store.index import STORABLE, SUFFIX, Entry, Index, StoredSlice
+from narrowgauge.trainer.checkpoint.store.index import (
+    STORABLE,
+    SUFFIX,
+    Entry,
+    Index,
+    LocalTensors,
+    Shape,
+    StoredSlice,
+    TensorSlice,
+    require_exact_cover,
+)
 from narrowgauge.trainer.checkpoint.store.manifest import plain_name
-from narrowgauge.trainer.checkpoint.store.slices import LocalTensors, Shape, TensorSlice, require_exact_cover
 
 _NAMES = {dtype: name for name, dtype in STORABLE.items()}
 _MISTAKE = "this is a mistake of the program that saves"
@@ -78,9 +87,7 @@ def make_index(ranks: Sequence[LocalEntries]) -> Index:
                 held.append((len(who), -s.numel * entry.itemsize, group, name, s, who))
     load = [0] * len(ranks)  # bytes that each rank has to write
     stored: dict[tuple[str, str], list[StoredSlice]] = {}
-    for _, minus_bytes, group, name, s, who in sorted(
-        held
-    ):  # slices without a choice first, then the largest
+    for _, minus_bytes, group, name, s, who in sorted(held):  # those without a choice, then the largest
         rank = min(who, key=lambda r: load[r])
         load[rank] -= minus_bytes
         is_full = s.size == index[group][name].shape

@@ -18,7 +18,7 @@ from narrowgauge.trainer.checkpoint.interop.activations import (
     recorded_scale,
     scale_of_amax,
 )
-from narrowgauge.trainer.checkpoint.interop.compressed_tensors import narrow_layers
+from narrowgauge.trainer.checkpoint.interop.quantized_export import narrow_layers
 from narrowgauge.trainer.data import validation_batches
 from narrowgauge.trainer.runs.choices import RECORDED
 from narrowgauge.trainer.runs.use.trained_model import TrainedRun, run_data

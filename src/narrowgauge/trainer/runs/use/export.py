@@ -25,7 +25,6 @@ from narrowgauge.trainer.checkpoint.interop.activations import (
     before_the_casts,
     in_llama_cpp,
 )
-from narrowgauge.trainer.checkpoint.interop.compressed_tensors import narrow_layers, write_quantized
 from narrowgauge.trainer.checkpoint.interop.external_model import read_external_model
 from narrowgauge.trainer.checkpoint.interop.gguf_file import GGUF_FILE, read_gguf
 from narrowgauge.trainer.checkpoint.interop.gguf_model import (
@@ -35,7 +34,7 @@ from narrowgauge.trainer.checkpoint.interop.gguf_model import (
 )
 from narrowgauge.trainer.checkpoint.interop.huggingface import CONFIG, TOKENIZER_CONFIG, write_folder
 from narrowgauge.trainer.checkpoint.interop.llmc import write_llmc
-from narrowgauge.trainer.checkpoint.interop.modelopt import in_modelopt
+from narrowgauge.trainer.checkpoint.interop.quantized_export import narrow_layers, write_quantized
 from narrowgauge.trainer.checkpoint.interop.read_back import (
     Difference,
     different_tensors,
@@ -43,7 +42,7 @@ from narrowgauge.trainer.checkpoint.interop.read_back import (
     require_read_back,
     wrong_input_scales,
 )
-from narrowgauge.trainer.checkpoint.interop.safetensors_reader import SHARD_BYTES, inside, read_json
+from narrowgauge.trainer.checkpoint.interop.safetensors_reader import inside, read_json
 from narrowgauge.trainer.data import load_tokenizer
 from narrowgauge.trainer.runs.choices import EXPORT_FORMATS, READERS
 from narrowgauge.trainer.runs.run_directory import RunDirectory
@@ -136,10 +135,9 @@ def write_export(
         return write_gguf_model(folder / GGUF_FILE, model, weights, *settings) + in_llama_cpp(model)
     stored = _plain_dtype(to, dtype)
     assert stored is not None
-    folder_settings = (source.tokenizer_file, stored, SHARD_BYTES, source.special_tokens)
+    folder_settings = (source.tokenizer_file, stored, source.special_tokens)
     if to in QUANTIZED:
-        arrange = in_modelopt if to == "modelopt" else None
-        return write_quantized(folder, model, weights, *folder_settings, scales, arrange)
+        return write_quantized(folder, model, weights, *folder_settings, scales, to)
     if to == "hf":
         write_folder(folder, model.config, weights, *folder_settings)
     else:

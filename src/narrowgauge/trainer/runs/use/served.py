@@ -26,8 +26,8 @@ import torch
 from narrowgauge.system.errors import UserError, unknown
 from narrowgauge.system.t_interval import Interval, interval
 from narrowgauge.trainer.checkpoint.interop.activations import input_formats
-from narrowgauge.trainer.checkpoint.interop.compressed_tensors import narrow_layers
 from narrowgauge.trainer.checkpoint.interop.external_model import read_external_model
+from narrowgauge.trainer.checkpoint.interop.quantized_export import narrow_layers
 from narrowgauge.trainer.checkpoint.interop.read_back import (
     Difference,
     has_input_scales,
