@@ -101,6 +101,9 @@ def test_probes_sensitivities_and_searches_answer(run, tmp_path):
 def test_a_plan_and_a_forecast_are_results(tmp_path):
     plan = ng.plan("debug", {"fprop": "e4m3"}, "rtx4090", 10**10, price="0.5USD")
     assert plan.fits
+    of_16 = {"cluster": "rtx4090", "devices": 16, "training": {"recompute": True}}
+    by_name, as_object = (ng.plan("debug", r, **of_16) for r in ("msamp-o2", ng.recipe("msamp-o2")))
+    assert by_name.as_json() == as_object.as_json()
     assert plan.days is not None
     assert plan.cost == pytest.approx(plan.days * 12, rel=1e-9)
     the_same_in_every_form(plan, tmp_path)

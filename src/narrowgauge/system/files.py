@@ -27,7 +27,7 @@ import shutil
 import stat
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from errno import EACCES, EEXIST, ELOOP, ENOENT, ENOTDIR, ENOTEMPTY, EPERM, EROFS
 from importlib import resources
@@ -278,14 +278,14 @@ def unknown_name(kind: str, name: str, shipped: Iterable[str]) -> UserError:
     return unknown(kind, name, names, "FILE.toml")
 
 
-def named_text(kind: str, name: str, shipped: Iterable[str] = ()) -> str:
+def named_text(kind: str, name: str, shipped: Sequence[str] = ()) -> str:
     """The text of a `.toml` file; `kind` and `shipped`, the names that would be right, are for the error."""
     try:
         return Path(name).read_text(encoding="utf-8")
     except FileNotFoundError:
-        near, names = _nearest_file(name), ", ".join(shipped)
+        near = _nearest_file(name) or nearest(name, shipped)
         hint = f"; the nearest is {near}" if near else ""
-        ship = f"; those that ship: {names}" if names else ""
+        ship = f"; name a .toml file, or one that ships: {', '.join(shipped)}" if shipped else ""
         raise UserError(f"{kind} file {name} does not exist{hint}{ship}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{kind} file {name} cannot be read: {error}") from None

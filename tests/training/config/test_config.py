@@ -125,7 +125,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
     (tmp_path / "other.toml").touch()
     file = tmp_path / "mine.toml"
     for make, words in (
-        (lambda: None, "next to it are other.toml"),
+        (lambda: None, "does not exist; name a .toml file, or one that ships: "),
         (lambda: file.write_bytes(b"steps = = 3"), "line 1"),
         (lambda: file.write_bytes(b"prompt = '\xff'"), "utf-8"),
         (lambda: file.unlink() or file.mkdir(), "is a directory, "),

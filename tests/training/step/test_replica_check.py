@@ -7,9 +7,7 @@ import torch
 
 from narrowgauge.trainer.training import Corrupted, make_config
 from narrowgauge.trainer.training.step.replica_check import (
-    differing_ranks,
     fingerprint,
-    first_difference,
     require_same_replicas,
 )
 from narrowgauge.trainer.training.step.trainer import Trainer
@@ -46,11 +44,9 @@ def test_a_replica_that_differs_is_named(tiny, name):
     bits = trainers[1].tensors()[group][tensor].detach().view(-1).view(torch.int32)
     bits[11] ^= 1 << 20
     prints = [fingerprint(trainer.tensors()) for trainer in trainers]
-    assert first_difference(prints[0], prints[2]) is None
-    assert first_difference(prints[0], prints[1]) == name
-    assert differing_ranks(prints) == differing_ranks([*prints, {}]) == (name, [1])
-    with pytest.raises(Corrupted, match=f"after step 7 the replicas differ in {name}, on rank 1:"):
-        require_same_replicas(prints, 7)
+    for held in (prints, [*prints, {}]):
+        with pytest.raises(Corrupted, match=f"after step 7 the replicas differ in {name}, on rank 1:"):
+            require_same_replicas(held, 7)
     require_same_replicas([prints[0], prints[2]], 7)
     with pytest.raises(Corrupted, match="on ranks 0, 1:"):  # of two it is unknown which
         require_same_replicas(prints[:2], 7)

@@ -65,7 +65,7 @@ def lay_out(config: Config, processes: int, run: Path | None = None) -> Layout:
     if t.fit_micro_batch:
         recorded = RunDirectory(run).micro_batch_size() if run is not None else 0
         size = largest_size(t.batch_size, _resolve(config, processes), recorded or t.micro_batch_size)
-        config = config.with_micro_batch_size(size)
+        config = config.with_training(micro_batch_size=size)
     held_out = held_out_sequences(config.training, config.validation.batches)
     dims = parallel_dims_of(config, processes)
     return Layout(config, dims, held_out, _choice(config.training, dims, recorded))

@@ -19,7 +19,8 @@ from narrowgauge.distributed import ParallelDims
 from narrowgauge.guard.raises import Raise, require_raising
 from narrowgauge.optim import decay_start, learning_rate
 from narrowgauge.recipes import BACKENDS, GROUPS, KEYS, Recipe, recipe
-from narrowgauge.system.errors import UserError, nearest, require, unknown
+from narrowgauge.system.errors import UserError, require, unknown
+from narrowgauge.system.files import named_text
 from narrowgauge.system.toml_text import parse_toml, toml_value
 from narrowgauge.trainer import data
 from narrowgauge.trainer.models import model_config
@@ -104,13 +105,6 @@ class Config(schema.Section):
         """The configuration with other values of `[training]`, which are not validated."""
         return self.model_copy(update={"training": self.training.model_copy(update=changes)})
 
-    def with_micro_batch_size(self, size: int) -> "Config":
-        """The configuration with another micro-batch size, which does not change `spec`."""
-        if size == self.training.micro_batch_size:
-            return self
-        training = self.training.model_copy(update={"micro_batch_size": size})
-        return super().model_copy(update={"training": training})
-
     def with_recipe(self, recipe: Recipe) -> "Config":
         """The configuration of the same run under another recipe than that of its section."""
         copy = super().model_copy()
@@ -118,10 +112,10 @@ class Config(schema.Section):
         return copy
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> "Config":
-        """A copy with other sections; its `spec` is resolved again."""
+        """A copy with other sections, under the same recipe unless that section is another."""
         copy = super().model_copy(update=update, deep=deep)
-        copy.__dict__.pop("spec", None)
-        return copy
+        own = copy.__dict__.pop("spec", None)
+        return copy if own is None or "recipe" in (update or {}) else copy.with_recipe(own.recipe)
 
 
 def make_config(values: Mapping[str, Mapping[str, Any]]) -> Config:
@@ -151,7 +145,7 @@ def make_config(values: Mapping[str, Mapping[str, Any]]) -> Config:
         data.split_sources(config.data.source, config.data.weights)
     t, alone = config.training, ParallelDims()
     if t.fit_micro_batch:
-        config = config.with_micro_batch_size(largest_size(t.batch_size, alone, t.micro_batch_size))
+        config = config.with_training(micro_batch_size=largest_size(t.batch_size, alone, t.micro_batch_size))
     model, t = config.spec.model, config.training
     if t.batch_size % t.micro_batch_size:
         raise UserError(
@@ -209,24 +203,13 @@ def load_values(path: Path) -> dict[str, Any]:
     Raises:
         UserError: the file is missing, unreadable or not TOML, or a section in it is not a table.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        if (named := named_config(str(path))) is not None:
-            return named
-        near = sorted(p.name for p in path.parent.glob("*.toml")) if path.parent.is_dir() else []
-        hint = f"next to it are {', '.join(near[:5])}"
-        if path.suffix != ".toml" or not near:
-            hint = f"name a .toml file, or one that ships: {', '.join(config_names())}"
-        if path.suffix != ".toml" and (close := nearest(str(path), config_names())):
-            hint = f"the nearest is {close}; {hint}"
-        raise UserError(f"no configuration file {path}; {hint}") from None
-    except IsADirectoryError:
+    if not path.exists() and (named := named_config(str(path))) is not None:
+        return named
+    if path.is_dir():
         own = path / "config.toml"
         hint = f"that of this run is {own}" if own.is_file() else "name a .toml file"
-        raise UserError(f"{path} is a directory, but a configuration is a file; {hint}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"configuration file {path} cannot be read: {error}; correct the file") from None
+        raise UserError(f"{path} is a directory, but a configuration is a file; {hint}")
+    text = named_text("configuration", str(path), config_names())
     values = without_gone(parse_toml(text, f"configuration file {path}"))
     for section, table in values.items():
         if section in Config.model_fields and not isinstance(table, dict):

@@ -65,35 +65,20 @@ def step_fingerprint(loss: torch.Tensor, names: Mapping[torch.Tensor, str]) -> d
     return fingerprint({"the": {"loss": loss}, "the gradient of": gradients})
 
 
-def first_difference(first: Mapping[str, int], second: Mapping[str, int]) -> str | None:
-    """The first tensor whose sums differ, or that only one fingerprint has; else None."""
-    names = dict.fromkeys([*first, *second])
-    return next((name for name in names if first.get(name) != second.get(name)), None)
+def require_same_replicas(fingerprints: Sequence[Mapping[str, int]], step: int) -> None:
+    """Compare the replicas after a step.
 
-
-def differing_ranks(fingerprints: Sequence[Mapping[str, int]]) -> tuple[str, list[int]] | None:
-    """(tensor, ranks): the first tensor whose replicas differ, and those in the minority of its holders.
-
-    Without a majority the faulty rank is unknown, and all are named. None if all replicas are equal.
+    Raises:
+        Corrupted: they differ; the message names the tensor, and the ranks in the minority of its holders, or
+            all of these without a majority.
     """
     for name in dict.fromkeys(name for sums in fingerprints for name in sums):
         held = {rank: sums[name] for rank, sums in enumerate(fingerprints) if name in sums}
         values = list(held.values())
         most = max(values, key=values.count)
-        if values.count(most) < len(values):
-            has_majority = 2 * values.count(most) > len(values)
-            return name, [rank for rank, v in held.items() if not has_majority or v != most]
-    return None
-
-
-def require_same_replicas(fingerprints: Sequence[Mapping[str, int]], step: int) -> None:
-    """Compare the replicas after a step.
-
-    Raises:
-        Corrupted: they differ; the message names the tensor and the ranks.
-    """
-    if (difference := differing_ranks(fingerprints)) is not None:
-        name, ranks = difference
+        if (count := values.count(most)) == len(values):
+            continue
+        ranks = [rank for rank, v in held.items() if 2 * count <= len(values) or v != most]
         who = ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
         raise Corrupted(
             f"after step {step} the replicas differ in {name}, on {who}: memory or hardware fails there; "
@@ -107,7 +92,7 @@ def require_same_replay(first: Mapping[str, int], second: Mapping[str, int], ste
     Raises:
         Corrupted: they differ; the message names the tensor.
     """
-    if (name := first_difference(first, second)) is not None:
+    if name := next((name for name in {**first, **second} if first.get(name) != second.get(name)), None):
         raise Corrupted(
             f"step {step} was computed twice from the same state, and {name} differs: memory or hardware "
             "fails, or a kernel is not deterministic; see guard.replay_every, and try another machine"

@@ -206,20 +206,17 @@ class HeldParameter:
         return self.stored.float() if kept is None else kept.read()
 
 
-@dataclass(frozen=True)
-class HeldState:
-    """The values of a model and its optimizer, taken between two steps, when no gradient exists.
-
-    They are in the host's memory, so that a GPU never holds them twice.
-    """
-
-    parameters: Mapping[str, HeldParameter]
-    of_recipe: Mapping[str, torch.Tensor]
+#: The values of a model's parameters by name, and the tensors of its recipe.
+Held = tuple[Mapping[str, HeldParameter], Mapping[str, torch.Tensor]]
 
 
 @torch.no_grad()
-def hold(model: torch.nn.Module, optimizer: Optimizer) -> HeldState:
-    """Take the values from a model and its optimizer, which the caller then drops."""
+def hold(model: torch.nn.Module, optimizer: Optimizer) -> Held:
+    """Take the values from a model and its optimizer, which the caller then drops.
+
+    They are taken between two steps, when no gradient exists, to the host's memory, so that a GPU never holds
+    them twice.
+    """
     of_recipe = {name: t.to(_CPU) for name, t in recipe_tensors(model).items()}
     parameters = {}
     for name, p in model.named_parameters():
@@ -228,17 +225,18 @@ def hold(model: torch.nn.Module, optimizer: Optimizer) -> HeldState:
         for state in (*at_rest.values(), *moments.values()):
             state.move(_CPU)
         parameters[name] = HeldParameter(stored, at_rest, moments, optimizer.state[p]["step"].cpu())
-    return HeldState(parameters, of_recipe)
+    return parameters, of_recipe
 
 
 @torch.no_grad()
-def put_back(held: HeldState, model: torch.nn.Module, optimizer: Optimizer) -> None:
+def put_back(held: Held, model: torch.nn.Module, optimizer: Optimizer) -> None:
     """Copy these values to a model and its optimizer under another recipe. Collective."""
+    parameters, of_recipe = held
     for name, tensor in recipe_tensors(model).items():  # histories and factors of pre-scaling
-        if name in held.of_recipe and held.of_recipe[name].shape == tensor.shape:
-            tensor.copy_(held.of_recipe[name])
+        if name in of_recipe and of_recipe[name].shape == tensor.shape:
+            tensor.copy_(of_recipe[name])
     for name, p in model.named_parameters():
-        old = held.parameters[name]
+        old = parameters[name]
         now = {place: s for place, s in state_of(p).by_place().items() if place != "grad"}
         if {place: s.cast for place, s in now.items()} == {place: s.cast for place, s in old.at_rest.items()}:
             local_tensor(stored_tensor(p)).copy_(old.stored)
