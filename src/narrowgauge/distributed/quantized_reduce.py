@@ -73,6 +73,7 @@ from narrowgauge.system.collectives import (
     comm_tag,
     reduce_scatter_rows,
 )
+from narrowgauge.system.torch_compat import unobserved
 
 Tensors = Sequence[torch.Tensor]
 
@@ -376,12 +377,11 @@ def ring_sum(
 def _tables(name: str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """For an 8-bit format, at 256 a + b: the code of the rounded sum, and 1 where it saturated."""
     element = format_named(name)
-    values = decode(torch.arange(256, dtype=torch.uint8), element)
-    exact = (values[:, None] + values).flatten()
-    rounded = round_finite(exact, element)
-    rounded[exact.isnan()] = torch.nan
-    saturates = (exact.abs() > element.max).to(torch.uint8)
-    return codes_of(rounded, element).to(device), saturates.to(device)
+    with unobserved():  # they outlive a step, and no account of a step's memory contains them
+        values = decode(torch.arange(256, dtype=torch.uint8), element)
+        exact = (values[:, None] + values).flatten()
+        rounded = torch.where(exact.isnan(), torch.nan, round_finite(exact, element))
+        return codes_of(rounded, element).to(device), (exact.abs() > element.max).to(device, torch.uint8)
 
 
 def _all_to_all(tensors: Tensors, group: Group) -> list[torch.Tensor]:
