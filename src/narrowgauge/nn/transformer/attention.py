@@ -149,7 +149,9 @@ class _Product(FirstOrderFunction):
         dc = context.operand(dc_ZMN, c_place, to_a, -1)
         b_of = context.operand(b, b_place, to_a, -2 if b_turned else -1)
         da_ZMC = _multiply(dc, b_of, factor, context, b_turned=not b_turned).to(a_ZMC.dtype)
-        if context.observer is not None or not _ignores_axis(context.casts.get(c_place)):
+        cast = context.casts.get(c_place)
+        depends_on_axis = cast is not None and cast.is_scaled and (cast.is_random or not cast.ignores_axis)
+        if context.observer is not None or depends_on_axis:
             dc = context.operand(dc_ZMN, c_place, to_b, -2)
         a = context.operand(a_ZMC, a_place, to_b, -2)
         first, second = (dc, a) if b_turned else (a, dc)
@@ -185,11 +187,6 @@ def _multiply(
     if scales:
         c *= math.prod(scales[1:], start=scales[0])
     return c if factor == 1 else c.mul_(factor)
-
-
-def _ignores_axis(cast: Cast | None) -> bool:
-    """Whether an operand has the same values whichever axis is contracted."""
-    return cast is None or not cast.is_scaled or (cast.ignores_axis and not cast.is_random)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
