@@ -126,7 +126,7 @@ class Tree:
 
 def report(times: dict[str, list[float]], tokens: int, peers: list[str]) -> dict[str, dict[str, object]]:
     """One row each: tokens per second, and the speed over others, round by round."""
-    from narrowgauge.trainer.bench.timing import Spread
+    from narrowgauge.trainer.bench.bench import Spread
 
     rows = {}
     for name, own in times.items():
@@ -163,7 +163,7 @@ def main() -> None:
         return work(options)
     import torch
 
-    from narrowgauge.trainer.bench.timing import take_turns
+    from narrowgauge.trainer.bench.bench import take_turns
     from narrowgauge.trainer.runs.monitor.arithmetic import measured_products
 
     options.products = measured_products()

@@ -89,7 +89,7 @@ def check(words: list[str], processes: int = 1) -> list[Path]:
     config = make_config(values)
     if verb == "scaling":
         for size in read_sizes(options.procs):
-            assert _plans(config, size, is_first=False)
+            assert _plans(config, size)
         return []
     lay_out(config, int(getattr(options, "devices", processes)))
     return [options.out or default_out(config)] if verb == "train" else []

@@ -10,7 +10,6 @@ from narrowgauge.system.devices import imagine
 from narrowgauge.system.torch_compat import scaled_mm
 from narrowgauge.trainer.bench.ceilings import Ceilings, block_arguments
 from narrowgauge.trainer.bench.peers import peer_step
-from narrowgauge.trainer.bench.timing import Spread, speed_in_words
 from narrowgauge.trainer.bench.work import Attention, Gemm, work_of
 from narrowgauge.trainer.bench.worker import random_batches
 from narrowgauge.trainer.cli.main import main
@@ -84,15 +83,6 @@ def test_a_peer_does_the_same_work_as_we_do(config):
     loss, *_ = trainer.train_step(iter(batches))
     assert theirs() == pytest.approx(loss, abs=1e-6)
     assert in_bf16() == pytest.approx(loss, rel=2e-2)
-
-
-def test_the_word_follows_the_figure_and_its_spread():
-    """What was 0.57 times as fast was once called "faster by 0.57"."""
-    assert Spread.of([4.0, 1.0, 2.0, 3.0, 5.0]) == Spread(3.0, 2.0, 4.0), "the median and the quartiles"
-    assert speed_in_words([0.55, 0.57, 0.58, 0.57, 0.61]) == "slower, 0.57x [0.57, 0.58]"
-    assert speed_in_words([1.5, 1.4, 1.6, 1.45, 1.55]) == "faster, 1.50x [1.45, 1.55]"
-    assert speed_in_words([0.8, 0.9, 0.97, 1.2, 1.3]) == "as fast within the spread, 0.97x [0.90, 1.20]"
-    assert speed_in_words([0.57]) == "open, 0.57x in 1 round"
 
 
 @pytest.mark.tier("thorough")

@@ -13,7 +13,7 @@ import pytest
 
 from narrowgauge.recipes import named_device
 from narrowgauge.trainer.cluster.plan.cluster_spec import cluster_names, load_cluster
-from narrowgauge.trainer.cluster.plan.counted import speeds_of
+from narrowgauge.trainer.cluster.plan.estimate import speeds_of
 from narrowgauge.trainer.simulate import H200, count_step, count_whole
 from narrowgauge.trainer.simulate.speeds import FUNCTION_S, LAUNCH_S
 from narrowgauge.trainer.training import make_config

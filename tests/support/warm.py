@@ -29,7 +29,7 @@ import torch._dynamo
 import torch.distributed.elastic.multiprocessing.api
 import torch.distributed.launcher.api  # noqa: F401  and when torchrun starts
 
-import narrowgauge.trainer.bench
+import narrowgauge.trainer.bench.bench
 import narrowgauge.trainer.cluster.scaling.scaling
 import narrowgauge.trainer.laboratory.advise.search
 import narrowgauge.trainer.laboratory.compare

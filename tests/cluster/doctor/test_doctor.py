@@ -17,7 +17,7 @@ from narrowgauge.trainer.cli.main import main
 from narrowgauge.trainer.cluster.doctor import gpus
 from narrowgauge.trainer.cluster.doctor.gpus import joined
 from narrowgauge.trainer.cluster.doctor.host import read_disk
-from narrowgauge.trainer.cluster.doctor.torch_setup.ask_torch import parse_report
+from narrowgauge.trainer.cluster.doctor.torch_setup import parse_report
 
 ORDER = (
     "system python packages torch driver gpus recipes nccl launcher ranks cores open-files locked-memory "

@@ -11,7 +11,7 @@ import pytest
 from narrowgauge.trainer.cluster.doctor.doctor import check
 from narrowgauge.trainer.cluster.doctor.facts import Disk, Given, Gpu, Hub
 from narrowgauge.trainer.cluster.doctor.host import read_compilers
-from narrowgauge.trainer.cluster.doctor.torch_setup.builds import build_for
+from narrowgauge.trainer.cluster.doctor.torch_setup import build_for
 from support.healthy import CPU_ONLY
 
 CUDA = {

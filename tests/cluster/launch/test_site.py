@@ -3,7 +3,8 @@
 import pytest
 
 from narrowgauge.system.errors import UserError
-from narrowgauge.trainer.cluster.launch.site import Limit, load_site, parse_site, site_names
+from narrowgauge.trainer.cluster.data_file import read_tables
+from narrowgauge.trainer.cluster.launch.site import Limit, Site, load_site, site_names
 
 
 def test_those_that_ship_give_reasons_and_sources():
@@ -50,7 +51,7 @@ def test_the_form_in_the_module_is_a_site(tmp_path):
 def test_a_mistake_is_named_with_the_nearest_key(text, words):
     is_whole = text.startswith(("devices", "title"))
     with pytest.raises(UserError) as error:
-        parse_site(text if is_whole else f"devices_per_node = 8\n{text}", "mine.toml")
+        read_tables(Site, "site", text if is_whole else f"devices_per_node = 8\n{text}", "mine.toml")
     assert "\n" not in str(error.value).replace("\\n", "")
     for word in ("mine.toml", *words):
         assert word in str(error.value)

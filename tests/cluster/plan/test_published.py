@@ -8,7 +8,7 @@ comes from the *other* runs of its machine, because a row cannot confirm itself.
 import pytest
 
 from narrowgauge.trainer.cluster.plan.cluster_spec import cluster_names, load_cluster
-from narrowgauge.trainer.cluster.plan.expect import expectation
+from narrowgauge.trainer.cluster.plan.estimate import expectation
 from support.published import MEMORY, ROOT, SPEEDS
 
 QUICK = ("FP8-LM 7B BF16", "Frontier 8B, 512 GCDs, 4 x 8192 in 64 GB")

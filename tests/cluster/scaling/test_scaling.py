@@ -106,7 +106,7 @@ def test_the_verdict_says_what_is_proven():
 
 def test_strong_divides_the_batch_and_weak_multiplies_it():
     config = make_config({"training": {"batch_size": 12, "micro_batch_size": 4, "device": "cpu"}})
-    plans = {mode: plan.training for mode, plan in _plans(config, 6, is_first=False).items()}
+    plans = {mode: plan.training for mode, plan in _plans(config, 6).items()}
     assert (plans["strong"].batch_size, plans["strong"].micro_batch_size) == (12, 2)
     assert (plans["weak"].batch_size, plans["weak"].micro_batch_size) == (72, 4)
-    assert list(_plans(config, 1, is_first=True)) == ["strong"]
+    assert list(_plans(config, 1)) == ["strong"]

@@ -2,9 +2,13 @@
 
 The data are random tokens and the weights are the initial ones, because speed depends on neither. Nothing is
 written to a run directory.
+
+On a machine shared with other programs, a comparison is a ratio of two workers that take turns, so that a
+disturbance affects both. It is reported as the median of the ratios with their quartiles.
 """
 
-from collections.abc import Callable, Sequence
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,13 +20,64 @@ from rich.table import Table
 from narrowgauge.system.errors import UserError
 from narrowgauge.trainer.bench.ceilings import Ceilings, measure_apart
 from narrowgauge.trainer.bench.peers import check_peers, default_peers
-from narrowgauge.trainer.bench.timing import Spread, speed_in_words, take_turns
 from narrowgauge.trainer.bench.work import Work
 from narrowgauge.trainer.bench.worker import OURS, start_workers
 from narrowgauge.trainer.runs import choose_device
 from narrowgauge.trainer.runs.monitor.hardware import device_name
 from narrowgauge.trainer.runs.monitor.profiler import StepTime
 from narrowgauge.trainer.training import Config
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The median and quartiles of some values."""
+
+    median: float
+    low: float
+    high: float
+
+    @staticmethod
+    def of(values: Sequence[float]) -> "Spread":
+        """The spread of one or more values."""
+        if len(values) == 1:
+            return Spread(values[0], values[0], values[0])
+        low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+        return Spread(median, low, high)
+
+    def __str__(self) -> str:
+        return f"{self.median:.2f} [{self.low:.2f}, {self.high:.2f}]"
+
+
+def speed_in_words(ratios: Sequence[float]) -> str:
+    """A speed ratio in words, no stronger than its spread allows.
+
+    A ratio is "faster" or "slower" only if both quartiles are on the same side of 1.
+
+    >>> speed_in_words([1.9, 1.86, 1.8, 1.84, 1.92]), speed_in_words([0.57, 0.55, 0.6, 0.56, 0.58])
+    ('faster, 1.86x [1.84, 1.90]', 'slower, 0.57x [0.56, 0.58]')
+    >>> speed_in_words([0.9, 1.1, 1.0, 1.05, 0.95]), speed_in_words([1.4, 1.3])
+    ('as fast within the spread, 1.00x [0.95, 1.05]', 'open, 1.35x in 2 rounds')
+    """
+    spread = Spread.of(ratios)
+    if len(ratios) < 5:  # too few for meaningful quartiles
+        return f"open, {spread.median:.2f}x in {len(ratios)} round{'s' * (len(ratios) != 1)}"
+    low, high = round(spread.low, 2), round(spread.high, 2)  # as they are printed
+    word = "faster" if low > 1 else "slower" if high < 1 else "as fast within the spread"
+    return f"{word}, {spread.median:.2f}x [{spread.low:.2f}, {spread.high:.2f}]"
+
+
+def take_turns(steps: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """Call each step `rounds` times, taking turns; every other round runs in reverse order.
+
+    Returns:
+        name -> the values that its step returned (seconds), round by round.
+    """
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in range(rounds):
+        names = list(steps)
+        for name in names if turn % 2 == 0 else reversed(names):
+            times[name].append(steps[name]())
+    return times
 
 
 @dataclass(frozen=True)
@@ -41,8 +96,7 @@ class BenchResult:
 
     def ratios(self, peer: str) -> list[float]:
         """Our speed as a multiple of the peer's: its time divided by ours, round by round."""
-        pairs = zip(self.seconds[peer], self.seconds[OURS], strict=True)
-        return [peer_s / our_s for peer_s, our_s in pairs]
+        return [peer / own for peer, own in zip(self.seconds[peer], self.seconds[OURS], strict=True)]
 
     @property
     def tokens(self) -> int:
@@ -99,7 +153,10 @@ def bench(config: Config, peers: Sequence[str] | None, rounds: int, console: Con
     with console.status("") as status:
         status.update("the machine's ceilings")
         backend, work, ceilings = measure_apart(config, device)
-        groups = alive_at_once([OURS, *names], device)
+        # A GPU has memory for one large model, and its timings are steady enough for each contestant to run
+        # alone. Other programs disturb a CPU, so there all are in memory together and take turns.
+        contestants = [OURS, *names]
+        groups = [[name] for name in contestants] if device.type == "cuda" else [contestants]
         seconds, profiled, failed, memory = timed(groups, config, rounds, status.update)
     name = device_name(device)
     result = BenchResult(config, name, backend.name, work, ceilings, profiled, seconds, failed, memory)
@@ -107,32 +164,17 @@ def bench(config: Config, peers: Sequence[str] | None, rounds: int, console: Con
     return result
 
 
-def alive_at_once(names: Sequence[str], device: torch.device) -> list[list[str]]:
-    """Groups of contestants that are in memory together and take turns.
-
-    A GPU has memory for one large model, so each contestant runs alone; GPU timings are steady enough for
-    that. Other programs disturb a CPU, so there all contestants take turns.
-    """
-    return [[name] for name in names] if device.type == "cuda" else [list(names)]
-
-
 def timed(
     groups: Sequence[Sequence[str]], config: Config, rounds: int, say: Callable[[str], None]
 ) -> tuple[dict[str, list[float]], StepTime, dict[str, str], dict[str, int]]:
-    """Time the contestants.
+    """Time the contestants; those of a group are in memory together, and end before the next group starts.
 
-    Args:
-        groups: contestants that are in memory together; the processes of a group end before the next starts.
-        config: the model, recipe and batch.
-        rounds: steps that each takes.
-        say: called with the name of each stage that begins.
+    `say` is called with the name of each stage that begins. A peer that fails, for lack of memory or of a
+    compiler, is left out; our own failure is a UserError.
 
     Returns:
         The seconds of each contestant, round by round; the time of our step by class; the peers that failed,
         with the reason; and the memory of our step.
-
-    Raises:
-        UserError: our own step fails. A peer that fails, for lack of memory or of a compiler, is left out.
     """
     seconds: dict[str, list[float]] = {}
     profiled: StepTime | None = None
@@ -161,26 +203,23 @@ def timed(
 
 
 def _print(result: BenchResult, console: Console) -> None:
-    t, c = result.config.training, result.ceilings
-    console.print(
+    t, c, say = result.config.training, result.ceilings, partial(console.print, highlight=False)
+    say(
         f"{result.config.model.name}, recipe {result.config.recipe.name} ({result.backend}), "
-        f"{t.batch_size} x {result.config.data.sequence_length} tokens, {result.device}",
-        highlight=False,
+        f"{t.batch_size} x {result.config.data.sequence_length} tokens, {result.device}"
     )
-    console.print(_ceilings_table(result))
-    console.print(
+    say(_ceilings_table(result))
+    say(
         f"attention {1e3 * c.attention_forward_s:.2f} ms forward, {1e3 * c.attention_backward_s:.2f} ms "
-        f"backward per layer; a copy moves {c.copy_bytes_per_s / 1e9:.1f} GB/s\n",
-        highlight=False,
+        f"backward per layer; a copy moves {c.copy_bytes_per_s / 1e9:.1f} GB/s\n"
     )
-    console.print(_classes_table(result))
-    console.print(
+    say(_classes_table(result))
+    say(
         "floor: the work of each class, counted from shapes, at the machine's ceilings. Classes are measured "
         "in a profiled step, which is slower.\n",
         style="dim",
-        highlight=False,
     )
-    console.print(_peers_table(result))
+    say(_peers_table(result))
 
 
 def _table(first: str, *figures: str) -> Table:
@@ -206,10 +245,9 @@ def _classes_table(result: BenchResult) -> Table:
         if ms or least:
             share = f"{least / ms:.0%}" if ms and least else ""
             table.add_row(name, f"{ms:.1f}", f"{least:.1f}", share)
-    total, least = result.profiled.step_ms, sum(floor.values())
-    table.add_row("total", f"{total:.1f}", f"{least:.1f}", f"{least / total:.0%}", style="bold")
-    ours = 1e3 * Spread.of(result.seconds[OURS]).median
-    table.add_row("not profiled", f"{ours:.1f}", f"{least:.1f}", f"{least / ours:.0%}", style="bold")
+    own, least = 1e3 * Spread.of(result.seconds[OURS]).median, sum(floor.values())
+    for name, ms in (("total", result.profiled.step_ms), ("not profiled", own)):
+        table.add_row(name, f"{ms:.1f}", f"{least:.1f}", f"{least / ms:.0%}", style="bold")
     return table
 
 

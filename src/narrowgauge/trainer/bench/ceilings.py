@@ -54,12 +54,8 @@ class Ceilings:
 
     def as_json(self) -> dict[str, object]:
         """Ceilings as JSON values."""
-        gemms = [
-            {"m": g.m, "n": g.n, "k": g.k, "kind": g.kind, "tflops": g.flops / s / 1e12}
-            for g, s in self.gemm_s.items()
-        ]
         return {
-            "gemms": gemms,
+            "gemms": [vars(g) | {"tflops": g.flops / s / 1e12} for g, s in self.gemm_s.items()],
             "attention_forward_ms": 1e3 * self.attention_forward_s,
             "attention_backward_ms": 1e3 * self.attention_backward_s,
             "copy_gb_per_s": self.copy_bytes_per_s / 1e9,
@@ -67,12 +63,10 @@ class Ceilings:
 
 
 def measure_apart(config: Config, device: torch.device) -> tuple[Backend, Work, Ceilings]:
-    """Measure the backend, the work of a step and its ceilings in a separate process.
+    """Measure the backend, the work of a step and its ceilings: seconds on a GPU, about a minute on a CPU.
 
-    When the process ends, its memory is freed: workers that train later have the whole device.
-
-    Raises:
-        UserError: The recipe has no such backend here, or the process ended early.
+    A separate process does it. When it ends, its memory is freed: workers that train later have the whole
+    device.
     """
     with ProcessPoolExecutor(1, get_context("spawn"), depend_on_parent) as pool:
         try:
@@ -89,14 +83,9 @@ def _measured(config: Config, device: torch.device, threads: int) -> tuple[Backe
     use_device(device)
     backend = verified_backend(config.spec.recipe, device, config.spec.backend)
     work = work_of(config, backend.name == "native")
-    return backend, work, measure(work, device)
-
-
-def measure(work: Work, device: torch.device) -> Ceilings:
-    """Measure the ceilings of a step's work (`work_of`): seconds on a GPU, about a minute on a CPU."""
     gemms = {gemm: gemm_seconds(gemm, device) for gemm in sorted(work.gemms)}
     forward, backward = attention_seconds(work.attention, device)
-    return Ceilings(gemms, forward, backward, copy_bandwidth(device))
+    return backend, work, Ceilings(gemms, forward, backward, copy_bandwidth(device))
 
 
 def gemm_seconds(gemm: Gemm, device: torch.device) -> float:

@@ -32,19 +32,12 @@ def default_peers(device: torch.device) -> list[str]:
     """The default peers of a device; on a GPU only compiled ones."""
     if device.type != "cuda":
         return ["torch fp32", "torch bf16"]
-    return [
-        "torch bf16 compiled",
-        "torch bf16 parameters compiled",
-        *(TORCHAO if find_spec("torchao") else ()),
-    ]
+    torchao = TORCHAO if find_spec("torchao") else ()
+    return ["torch bf16 compiled", "torch bf16 parameters compiled", *torchao]
 
 
 def check_peers(names: Sequence[str], device: torch.device) -> None:
-    """Refuse unknown peers, and peers that this machine cannot run.
-
-    Raises:
-        UserError: a peer is unknown, not installed, or needs a GPU.
-    """
+    """Refuse peers that are unknown or not installed, or that need a GPU where there is none."""
     for name in names:
         if name not in TORCH + TORCHAO:
             raise unknown("peer", name, TORCH + TORCHAO)

@@ -28,7 +28,6 @@ import torch
 from narrowgauge.nn import DTYPES, Linear
 from narrowgauge.quantization import Cast, kept_count
 from narrowgauge.quantization import cast as named_cast
-from narrowgauge.trainer.models import ModelConfig
 from narrowgauge.trainer.simulate import estimate_memory
 from narrowgauge.trainer.training import Config
 from narrowgauge.trainer.training.step.build_model import build_model
@@ -72,7 +71,7 @@ class Work:
     """The work of one optimizer step of one process."""
 
     attention: Attention
-    attention_forward: int = 0  # count
+    attention_forward: int = 0  # count of layers' passes
     attention_backward: int = 0
     gemms: Counter[Gemm] = field(default_factory=Counter)  # times
     moved: Counter[str] = field(default_factory=Counter)  # bytes by class
@@ -87,8 +86,7 @@ def work_of(config: Config, native: bool) -> Work:
     """The work of a configuration's step; `native` if the hardware multiplies its low-precision formats."""
     model, recipe, t = config.spec.model, config.spec.recipe, config.training
     B, T = t.micro_batch_size, config.data.sequence_length
-    attention = Attention(B, model.heads, model.kv_heads, T, model.head_dim, recipe.compute)
-    work = Work(attention)
+    work = Work(Attention(B, model.heads, model.kv_heads, T, model.head_dim, recipe.compute))
     times, M = t.batch_size // B, B * T  # micro-batches in a step, tokens in each
     every, selective = config.spec.recompute, config.spec.selective
     recomputed = -(-model.layers // every) if every else 0  # blocks
@@ -98,7 +96,9 @@ def work_of(config: Config, native: bool) -> Work:
     for name, layer in build_model(config.spec, torch.device("meta")).named_modules():
         if isinstance(layer, torch.nn.Linear):
             passes = times * (1 + share * _is_recomputed(name, selective)), times
-            _add_layer(work, layer, _tokens_of(name, model, M), passes, recipe.compute, native)
+            is_of_expert = ".experts." in name and not name.endswith(".router")
+            tokens = -(-M * model.experts_per_token // model.experts) if is_of_expert else M  # equal shares
+            _add_layer(work, layer, tokens, passes, recipe.compute, native)
     D, V = model.dim, model.vocab_size
     ffn_dim = model.ffn_dim * (model.experts_per_token if model.experts else 1)
     F = (2 if model.mlp == "swiglu" else 1) * ffn_dim
@@ -158,12 +158,6 @@ def _add_layer(
                 work.moved["casts"] += int(int(share * times * elements) * bits / 8)
     if not casts and compute != "fp32":
         work.moved["casts"] += backward * N * K * (4 + width)
-
-
-def _tokens_of(layer: str, model: ModelConfig, tokens: int) -> int:
-    """The number of tokens that a layer computes; an expert of a block gets an equal share."""
-    is_of_expert = ".experts." in layer and not layer.endswith(".router")
-    return -(-tokens * model.experts_per_token // model.experts) if is_of_expert else tokens
 
 
 def _kind(pair: Sequence[Cast], compute: str, native: bool) -> str:

@@ -5,7 +5,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from narrowgauge.system.errors import UserError
 from narrowgauge.trainer.cluster.doctor.facts import LIMITS, dotted, release
-from narrowgauge.trainer.cluster.doctor.torch_setup.import_errors import fix_of, is_absent, words_of_import
+from narrowgauge.trainer.cluster.doctor.torch_setup import fix_of, is_absent, words_of_import
 
 _MORE = "'narrowgauge doctor' looks at the whole machine"
 

@@ -1,10 +1,11 @@
-"""Reads a user's TOML file into a pydantic model; the first mistake is one sentence that names its key."""
+"""Reads a TOML file into a pydantic model; the first mistake is one sentence that names its key."""
 
 from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from narrowgauge.system.errors import UserError, unknown
+from narrowgauge.system.files import named_text, shipped_names, shipped_text, unknown_name
 from narrowgauge.system.toml_text import parse_toml
 
 T = TypeVar("T", bound="Table")
@@ -17,6 +18,16 @@ class Table(BaseModel):
     """A table of a file: an unknown key is an error, since a misspelt one would silently do nothing."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+def load_table(model: type[T], kind: str, folder: str, name: str) -> T:
+    """The model of a file that ships in a folder of this package, by name, or of another `.toml` file."""
+    names = shipped_names(folder)
+    if name.endswith(".toml"):
+        return read_tables(model, kind, named_text(kind, name, names), name)
+    if name not in names:
+        raise unknown_name(kind, name, names)
+    return read_tables(model, kind, shipped_text(folder, name), f"{name}.toml")
 
 
 def read_tables(model: type[T], kind: str, text: str, file: str) -> T:

@@ -43,7 +43,7 @@ def bench(
     from json import dumps
 
     from narrowgauge.system.files import write_whole
-    from narrowgauge.trainer.bench import bench as measure
+    from narrowgauge.trainer.bench.bench import bench as measure
 
     chosen = None if peers is None else [name for name in peers if name != "none"]
     result = measure(training.make_config(given.config_values(line)), chosen, rounds, console)
@@ -65,9 +65,8 @@ def scaling(
 
     narrowgauge scaling --procs 1,2 --device cpu --seconds 5
     """
-    from narrowgauge.trainer.cluster.scaling.scaling import read_sizes
+    from narrowgauge.trainer.cluster.scaling.scaling import print_scaling, read_sizes
     from narrowgauge.trainer.cluster.scaling.scaling import scaling as measure
-    from narrowgauge.trainer.cluster.scaling.table import print_scaling
 
     if not 0 < seconds < math.inf:
         raise UserError(f"--seconds {seconds:g}: it must be a number above 0, as in --seconds 5")

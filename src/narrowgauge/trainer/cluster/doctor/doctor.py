@@ -14,10 +14,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from narrowgauge.system.files import cache_directory
+from narrowgauge.system.errors import UserError
+from narrowgauge.system.files import cache_directory, user_path
 from narrowgauge.trainer.cluster.doctor import gpus, host, launch, network, software
 from narrowgauge.trainer.cluster.doctor.facts import Facts, Given, Verdict
-from narrowgauge.trainer.cluster.doctor.torch_setup.ask_torch import ask_torch
+from narrowgauge.trainer.cluster.doctor.torch_setup import ask_torch
 
 _STYLES = {"OK": "green", "WARN": "yellow", "MISS": "bold red"}
 
@@ -69,9 +70,41 @@ def _given(facts: Facts, what: str, name: str | None) -> Given | None:
         return None
     if not facts.torch_works:
         return Given(name, error=f"{name}: not looked at; fix torch and the packages first (see above)")
-    from narrowgauge.trainer.cluster.doctor.given import read_data, read_tokenizer
+    try:
+        return Given(name, found=_data(name) if what == "data" else _tokenizer(name))
+    except (UserError, OSError) as error:
+        return Given(name, error=str(error))
 
-    return read_data(name) if what == "data" else read_tokenizer(name)
+
+def _data(name: str) -> str:
+    """The kinds of the sources; nothing is prepared."""
+    from narrowgauge.trainer.data import is_corpus, open_corpus, split_sources
+    from narrowgauge.trainer.data.sources import open_source
+    from narrowgauge.trainer.data.sources.tables import HUB
+    from narrowgauge.trainer.data.token_files.source import token_files
+
+    def kind(source: str) -> str:
+        if source.startswith(HUB):
+            return "a data set of the Hugging Face hub"
+        if is_corpus(folder := user_path(source)):
+            tokens = open_corpus(folder).manifest.train_tokens
+            return f"a prepared corpus, whole: {tokens:,} tokens to train on"
+        if files := token_files(source):
+            train, val = files
+            return f"token files: {len(train)} to train on, {len(val) or 'the tail of them'} held out"
+        return f"text: {len(open_source(source).inputs):,} files"
+
+    return "; ".join(map(kind, split_sources(name)))
+
+
+def _tokenizer(name: str) -> str:
+    """The size of the tokenizer."""
+    from narrowgauge.trainer.data import load_tokenizer
+    from narrowgauge.trainer.data.tokenization.tokenizer import tokenizer_identity
+
+    if tokenizer_identity(name) == name:
+        return "needs no file"
+    return f"{load_tokenizer(user_path(name)).vocab_size:,} tokens"
 
 
 def check(facts: Facts) -> dict[str, Verdict]:

@@ -168,7 +168,7 @@ def count(number: int, thing: str) -> str:
     return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
-def figures(folder: str, name: str) -> dict[str, dict[str, Any]]:
+def figures(name: str) -> dict[str, dict[str, Any]]:
     """The tables of a TOML file of the doctor, with versions as tuples."""
 
     def plain(value: Any) -> Any:
@@ -176,8 +176,8 @@ def figures(folder: str, name: str) -> dict[str, dict[str, Any]]:
             return {key: plain(one) for key, one in value.items()}
         return tuple(map(plain, value)) if isinstance(value, list) else value
 
-    tables: dict[str, dict[str, Any]] = plain(tomllib.loads(shipped_text(folder, name)))
+    tables: dict[str, dict[str, Any]] = plain(tomllib.loads(shipped_text("trainer/cluster/doctor", name)))
     return tables
 
 
-LIMITS = figures("trainer/cluster/doctor", "limits")  # the versions and bounds used by the verdicts
+LIMITS = figures("limits")  # the versions and bounds used by the verdicts

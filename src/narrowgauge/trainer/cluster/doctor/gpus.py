@@ -30,7 +30,7 @@ from narrowgauge.trainer.cluster.doctor.facts import (
     text_of,
     warn,
 )
-from narrowgauge.trainer.cluster.doctor.torch_setup.builds import right_build
+from narrowgauge.trainer.cluster.doctor.torch_setup import right_build
 
 Uses = Mapping[str, Mapping[str, Any]]  # `used`, `busy` and `processes` by GPU id
 _DRIVER_SECONDS = 15.0
@@ -104,12 +104,10 @@ def _nvidia() -> tuple[dict[str, Any], Uses]:
 
 def _on_bus() -> tuple[str, ...]:
     """The maker of each GPU on the PCI bus."""
-    makers = []
-    for device in Path("/sys/bus/pci/devices").glob("*"):
-        maker = _VENDORS.get(text_of(device / "vendor"))
-        if maker and text_of(device / "class").startswith(_GPU_CLASSES):
-            makers.append(maker)
-    return tuple(sorted(makers))
+    devices = Path("/sys/bus/pci/devices").glob("*")
+    gpus = (device for device in devices if text_of(device / "class").startswith(_GPU_CLASSES))
+    makers = (_VENDORS.get(text_of(device / "vendor"), "") for device in gpus)
+    return tuple(sorted(filter(None, makers)))
 
 
 def _amd_gpus() -> int:
@@ -128,11 +126,10 @@ def _amd_gpus() -> int:
 def joined(gpus: Sequence[Mapping[str, Any]], uses: Uses) -> tuple[Gpu, ...]:
     """The GPUs that torch described (`ask_torch`), completed with the driver's figures."""
     found = []
-    for described in gpus:
-        facts = dict(described)
-        facts |= uses.get(f"GPU-{facts.pop('uuid')}", {})
-        facts["capability"], facts["peers"] = tuple(facts["capability"]), tuple(facts["peers"])
-        found.append(Gpu(**facts))
+    for facts in gpus:
+        lists = {name: tuple(facts[name]) for name in ("capability", "peers")}
+        known = {**facts, **lists, **uses.get(f"GPU-{facts['uuid']}", {})}
+        found.append(Gpu(**{name: value for name, value in known.items() if name != "uuid"}))
     return tuple(found)
 
 
@@ -144,12 +141,9 @@ def gpus(facts: Facts) -> Verdict:
     found = "; ".join(f"{number} x {name}" for name, number in alike.items())
     without = [_kind(gpu) for gpu in facts.gpus if not _has_code(facts.architectures, gpu)]
     if without:
-        build = right_build(facts) if facts.gpus[0].maker == "nvidia" else None
-        fix = f"install {build}, which has code for {without[0]}"
-        if build is None:
-            fix = (
-                f"install a torch built for {without[0]} if there is one, or train on the CPU (--device cpu)"
-            )
+        fix = f"install a torch built for {without[0]} if there is one, or train on the CPU (--device cpu)"
+        if facts.gpus[0].maker == "nvidia" and (build := right_build(facts, "nvidia")):
+            fix = f"install {build}, which has code for {without[0]}"
         return miss(f"{found}; this torch has code for {', '.join(facts.architectures)} only", fix)
     if len(set(map(_kind, facts.gpus))) > 1:
         return warn(
@@ -200,15 +194,11 @@ def _has_code(architectures: Sequence[str], gpu: Gpu) -> bool:
     if gpu.maker == "amd":
         return gpu.architecture in architectures
     for name in architectures:
-        kind, _, digits = name.rpartition("_")
-        number = digits.rstrip("af")  # sm_90a, sm_100f: for one generation only
-        if not number.isdigit():
-            continue
-        major, minor = int(number[:-1]), int(number[-1])
-        if kind == "compute" and (major, minor) <= gpu.capability:
-            return True
-        if kind == "sm" and major == gpu.capability[0] and minor <= gpu.capability[1]:
-            return True
+        if found := re.fullmatch(r"(compute|sm)_(\d+)(\d)[af]*", name):  # sm_90a: for one generation only
+            version = int(found[2]), int(found[3])
+            is_alike = found[1] == "compute" or version[0] == gpu.capability[0]
+            if is_alike and version <= gpu.capability:
+                return True
     return False
 
 

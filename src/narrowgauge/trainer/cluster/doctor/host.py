@@ -155,10 +155,11 @@ def read_compilers() -> dict[str, str]:
     named_c = (os.environ.get("CC", "").split() or [""])[0]  # without the options that may follow it
     named = os.environ.get("CXX")
     facts = {"cc": _found(named_c, "gcc", "clang", "cc"), "triton": triton_version()}
-    if cxx := _found(*([named] if named else ["g++", "clang++", "c++"])):
-        first = (output_of([cxx, "--version"], _COMPILER_SECONDS).out.splitlines() or [""])[0]
-        return facts | {"cxx": cxx, "compiler": first, "compiler_error": _compile(cxx)}
-    return facts | {"compiler_error": f"CXX={named}, which is not a program" if named else ""}
+    cxx = _found(*([named] if named else ["g++", "clang++", "c++"]))
+    if not cxx:
+        return facts | {"compiler_error": f"CXX={named}, which is not a program" if named else ""}
+    first = (output_of([cxx, "--version"], _COMPILER_SECONDS).out.splitlines() or [""])[0]
+    return facts | {"cxx": cxx, "compiler": first, "compiler_error": _compile(cxx)}
 
 
 def _found(*names: str) -> str:
@@ -227,33 +228,30 @@ def shared_memory(facts: Facts) -> Verdict:
 
 def clock(facts: Facts) -> Verdict:
     """The verdict on the clock, by the hub's, the disks' and the kernel's word."""
+    set_it = "sudo sntp -sS time.apple.com" if facts.system == "macOS" else "timedatectl set-ntp true"
     if facts.now < facts.installed - 86400:  # a day of slack: wheels carry local times
         return miss(
             "before the day this package was installed",
-            f"set the clock ({_set_clock(facts.system)}): certificates and 'newest' depend on it",
+            f"set the clock ({set_it}): certificates and 'newest' depend on it",
         )
     ahead = facts.hub.ahead
     if ahead is not None and abs(ahead) > LIMITS["clock"]["machine"]:
-        return warn(f"{_off(ahead)} the hub's", _set_clock(facts.system))
+        return warn(f"{_off(ahead)} the hub's", set_it)
     for disk in (facts.disk, facts.cache):
         if disk.skew is not None and abs(disk.skew) > LIMITS["clock"]["file_server"]:
             return warn(
                 f"{_off(disk.skew)} that of the file system at {disk.path}",
                 "let this machine and the file server follow the same time server (NTP)",
             )
-    agrees = ", agrees with the hub's" if ahead is not None else ""
-    if facts.synchronized is False:
-        if facts.environment.get("SLURM_NNODES", "1") != "1":
-            return warn(
-                f"plausible{agrees}; the kernel does not know it to be synchronized",
-                "run chrony or ntpd on every node, so that their logs can be compared",
-            )
-        return ok(f"plausible{agrees}; not known to the kernel to be synchronized")
-    return ok(f"plausible{agrees}" + (", synchronized" if facts.synchronized else ""))
-
-
-def _set_clock(system: str) -> str:
-    return "sudo sntp -sS time.apple.com" if system == "macOS" else "timedatectl set-ntp true"
+    found = "plausible" + (", agrees with the hub's" if ahead is not None else "")
+    if facts.synchronized is not False:
+        return ok(found + (", synchronized" if facts.synchronized else ""))
+    if facts.environment.get("SLURM_NNODES", "1") == "1":
+        return ok(f"{found}; not known to the kernel to be synchronized")
+    return warn(
+        f"{found}; the kernel does not know it to be synchronized",
+        "run chrony or ntpd on every node, so that their logs can be compared",
+    )
 
 
 def _off(ahead: float) -> str:
@@ -300,23 +298,20 @@ def compiler(facts: Facts) -> Verdict:
             "install g++ or clang++, or name one in CXX: training.compile needs it; nothing else does",
         )
     found = f"{facts.compiler or facts.cxx}{triton}"
-    if facts.compiler_error:
-        return warn(f"{found}: {facts.compiler_error}", _fix_of_compiler(facts))
+    if error := facts.compiler_error:
+        fix = "fix the compiler, or name another in CXX: training.compile needs one"
+        if "Python.h" in error:
+            fix = "install Python's headers (python3-dev or python3-devel): training.compile needs them"
+        elif re.search(r"openmp|omp\.h|lg?omp", error):
+            how = "brew install libomp" if facts.system == "macOS" else "libomp-dev, or take g++"
+            fix = f"install OpenMP for this compiler ({how}): training.compile needs it"
+        return warn(f"{found}: {error}", fix)
     if facts.gpus and not facts.triton:
         how = "pip install triton"
         if any(gpu.maker == "amd" for gpu in facts.gpus):  # the package of that name is for NVIDIA's
             how = "install torch's ROCm build again, which brings its own Triton, not the package `triton`"
         return warn(f"{found}, no Triton", f"{how}: kernels and training.compile need it on a GPU")
     return ok(found)
-
-
-def _fix_of_compiler(facts: Facts) -> str:
-    if "Python.h" in facts.compiler_error:
-        return "install Python's headers (python3-dev or python3-devel): training.compile needs them"
-    if re.search(r"openmp|omp\.h|lg?omp", facts.compiler_error):
-        how = "brew install libomp" if facts.system == "macOS" else "libomp-dev, or take g++"
-        return f"install OpenMP for this compiler ({how}): training.compile needs it"
-    return "fix the compiler, or name another in CXX: training.compile needs one"
 
 
 def given(name: str, given: Given | None) -> Verdict | None:

@@ -8,8 +8,6 @@ In the shell of a Slurm batch script the doctor only warns. `train` is refused t
 doctor is usually started, and nothing is wrong with the job.
 """
 
-from collections.abc import Mapping
-
 from narrowgauge.system.errors import UserError
 from narrowgauge.trainer.cluster.doctor.facts import Facts, Verdict, of_error, ok, warn
 from narrowgauge.trainer.distributed import NotStartedBySrun, World, world_from
@@ -18,12 +16,17 @@ _OTHERWISE = "start the processes with torchrun, and leave the variables to it"
 
 
 def launcher(facts: Facts) -> Verdict:
-    """The verdict on the world that the variables describe."""
-    world = _world(facts)
+    """The verdict on the world that the variables describe: this process's place, and where all meet."""
+    world, env = _world(facts), facts.environment
     if isinstance(world, UserError):
         status = "WARN" if isinstance(world, NotStartedBySrun) else "MISS"
         return of_error(status, str(world), _OTHERWISE)
-    return ok(_in_words(facts.environment, world))
+    process = f"process {world.rank} of {world.size}" if world.size > 1 else "one process"
+    told = "by torchrun's variables" if env.get("RANK") else "started by itself"
+    job, tasks = env.get("SLURM_JOB_ID"), env.get("SLURM_NTASKS", "1")
+    inside = f", in Slurm's job {job} of {tasks} task{'s' * (tasks != '1')}" if job else ""
+    meeting = f"; all meet at {world.master_addr}:{world.master_port}" if world.size > 1 else ""
+    return ok(f"{process}, {told}{inside}{meeting}")
 
 
 def _world(facts: Facts, gpus: int = 0) -> World | UserError:
@@ -32,16 +35,6 @@ def _world(facts: Facts, gpus: int = 0) -> World | UserError:
         return world_from(facts.environment, gpus)
     except UserError as error:
         return error
-
-
-def _in_words(env: Mapping[str, str], world: World) -> str:
-    """The place of this process in its world, and the rendezvous address."""
-    process = f"process {world.rank} of {world.size}" if world.size > 1 else "one process"
-    told = "by torchrun's variables" if env.get("RANK") else "started by itself"
-    job, tasks = env.get("SLURM_JOB_ID"), env.get("SLURM_NTASKS", "1")
-    inside = f", in Slurm's job {job} of {tasks} task{'' if tasks == '1' else 's'}" if job else ""
-    meeting = f"; all meet at {world.master_addr}:{world.master_port}" if world.size > 1 else ""
-    return f"{process}, {told}{inside}{meeting}"
 
 
 def ranks(facts: Facts) -> Verdict | None:

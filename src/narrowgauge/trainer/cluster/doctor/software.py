@@ -27,9 +27,7 @@ from narrowgauge.trainer.cluster.doctor.facts import (
     release,
     warn,
 )
-from narrowgauge.trainer.cluster.doctor.torch_setup.ask_torch import build_of
-from narrowgauge.trainer.cluster.doctor.torch_setup.builds import right_build
-from narrowgauge.trainer.cluster.doctor.torch_setup.import_errors import fix_of, is_absent
+from narrowgauge.trainer.cluster.doctor.torch_setup import build_of, fix_of, is_absent, right_build
 
 _OLDEST = LIMITS["version"]
 _NAMES = {"cuda": "CUDA", "rocm": "ROCm"}
@@ -163,42 +161,28 @@ def python(facts: Facts) -> Verdict:
 def torch(facts: Facts) -> Verdict:
     """The verdict on the version and the build of torch."""
     makers, error = facts.makers, facts.torch_error
+    maker = max(makers, default="")
+    build = _right_build(facts, maker)
+    if not facts.torch and not is_absent(error):
+        return miss(f"it does not import: {error}", fix_of(error))
     if not facts.torch:
-        return miss(*_absent(facts))
+        smaller = "python -m pip install torch; without a GPU the build for CPUs is smaller"
+        return miss("not installed", f"{f'install {build}' if maker else smaller} {_WHERE}")
     library = f" {dotted(facts.library)}" if facts.build != "cpu" else ""
     found = f"{facts.torch}, built for {_NAMES.get(facts.build, 'CPUs')}{library}"
     if release(facts.torch) < _OLDEST["torch"]:
-        return miss(found, f"install {_right_build(facts, max(makers, default=''))}")
+        return miss(found, f"install {build}")
     if error:
         return miss(f"{found}; it does not import: {error}", fix_of(error))
-    if makers and not any(_BUILDS[maker] == facts.build for maker in makers):
-        maker = max(makers)
-        return miss(
-            f"{found}; this machine has {count(makers.count(maker), f'{_MAKERS[maker]} GPU')}",
-            f"install {_right_build(facts, maker)} instead {_WHERE}",
-        )
+    if makers and not any(_BUILDS[one] == facts.build for one in makers):
+        there = count(makers.count(maker), f"{_MAKERS[maker]} GPU")
+        return miss(f"{found}; this machine has {there}", f"install {build} instead {_WHERE}")
     return ok(found)
 
 
-def _absent(facts: Facts) -> tuple[str, str]:
-    """(what was found, the fix) if torch is not installed."""
-    error, makers = facts.torch_error, facts.makers
-    if not is_absent(error):
-        return f"it does not import: {error}", fix_of(error)
-    if makers:
-        return "not installed", f"install {_right_build(facts, max(makers))} {_WHERE}"
-    return (
-        "not installed",
-        "python -m pip install torch; without a GPU the build for CPUs is smaller " + _WHERE,
-    )
-
-
 def _right_build(facts: Facts, maker: str) -> str:
-    """The build of torch for a GPU of this maker; "" for a machine without one."""
-    if maker == "amd":
-        return f"torch {dotted(_OLDEST['torch'])} or later, built for ROCm"
-    build = right_build(facts) if maker else None
-    return str(build) if build else f"torch {dotted(_OLDEST['torch'])} or later"
+    """The build of torch for a GPU of this maker, or any that suffices."""
+    return right_build(facts, maker) or right_build(facts, "")
 
 
 def driver(facts: Facts) -> Verdict:

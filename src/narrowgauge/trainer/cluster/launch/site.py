@@ -39,8 +39,8 @@ from pydantic import AfterValidator, Field, StrictBool, ValidationInfo, field_va
 from pydantic_core import PydanticCustomError
 
 from narrowgauge.system.errors import UserError
-from narrowgauge.system.files import named_text, shipped_names, shipped_text, unknown_name
-from narrowgauge.trainer.cluster.data_file import Table, read_tables
+from narrowgauge.system.files import shipped_names
+from narrowgauge.trainer.cluster.data_file import Table, load_table
 
 _SHIPPED = "trainer/cluster/launch/sites"
 _SLURM_WORD = re.compile(r"[A-Za-z0-9_.,:@+=/%-]+")
@@ -129,11 +129,7 @@ def site_names() -> list[str]:
 
 def load_site(name: str) -> Site:
     """Load a shipped site by name, or another by the path of its `.toml` file."""
-    if not name.endswith(".toml"):
-        if name not in site_names():
-            raise unknown_name("site", name, site_names())
-        return parse_site(shipped_text(_SHIPPED, name), f"{name}.toml")
-    return parse_site(named_text("site", name, site_names()), name)
+    return load_table(Site, "site", _SHIPPED, name)
 
 
 def slurm_word(key: str, text: str) -> str:
@@ -141,8 +137,3 @@ def slurm_word(key: str, text: str) -> str:
     if not _SLURM_WORD.fullmatch(text):
         raise UserError(f"{key} is {text!r}; it may hold letters, digits and _ . , : @ + = / % - only")
     return text
-
-
-def parse_site(text: str, file: str) -> Site:
-    """Parse the TOML text of a site."""
-    return read_tables(Site, "site", text, file)

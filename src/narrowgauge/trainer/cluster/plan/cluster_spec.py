@@ -31,17 +31,17 @@ A recipe is native where `gpu` multiplies its formats (`recipes.choose_backend`)
 Without `gpu`, low-precision recipes are priced as emulated.
 """
 
-from collections.abc import Callable, Mapping
-from functools import partial
+import math
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator
 
 from narrowgauge.recipes import Device, named_device
 from narrowgauge.system.errors import UserError, ending_with, unknown
-from narrowgauge.system.files import named_text, shipped_names, shipped_text, unknown_name
+from narrowgauge.system.files import shipped_names, unknown_name
 from narrowgauge.system.units import parse_bytes
-from narrowgauge.trainer.cluster.data_file import Table, read_tables
+from narrowgauge.trainer.cluster.data_file import Table, load_table
 from narrowgauge.trainer.cluster.plan.budget import Price, parse_price
 
 _SHIPPED = "trainer/cluster/plan/machines"
@@ -65,15 +65,19 @@ class MeasuredRun(Table):
         return self.tokens_per_s / self.at_best
 
 
-def _read_by(read: Callable[[str], object]) -> AfterValidator:
-    """Refuse a text that a function cannot read; "" stands for none."""
+def _known_device(name: str) -> str:
+    if name:
+        named_device(name)
+    return name
 
-    def check(text: str) -> str:
-        if text:
-            read(text)
-        return text
 
-    return AfterValidator(check)
+def _size(text: str) -> str:
+    parse_bytes(text)
+    return text
+
+
+def _price(text: object) -> Price | None:
+    return None if text == "" else parse_price("price", str(text))
 
 
 class Cluster(Table):
@@ -81,18 +85,30 @@ class Cluster(Table):
 
     title: str
     device: str = ""
-    gpu: Annotated[str, _read_by(named_device)] = ""
+    gpu: Annotated[str, AfterValidator(_known_device)] = ""
     devices_per_node: int = Field(ge=1)
-    memory: Annotated[str, _read_by(parse_bytes)]
+    memory: Annotated[str, AfterValidator(_size)]
     memory_bandwidth: float = Field(gt=0)
     inside: float = Field(gt=0)
     between: float = Field(gt=0)
     host: float = Field(gt=0)
-    price: Annotated[str, BeforeValidator(str), _read_by(partial(parse_price, "price"))] = ""
+    price: Annotated[Price | None, BeforeValidator(_price)] = None
     vector: float = Field(0.0, ge=0)
     peak: Mapping[str, float]
     attainable: Mapping[str, float] = {}
     measured: tuple[MeasuredRun, ...] = ()
+
+    @field_validator("peak", "attainable")
+    @classmethod
+    def _are_speeds(cls, speeds: Mapping[str, float], info: ValidationInfo) -> Mapping[str, float]:
+        for name, speed in speeds.items():
+            if name not in FORMATS:
+                raise unknown("format", f"{info.field_name}.{name}", FORMATS)
+            if speed <= 0:
+                raise UserError(f"{info.field_name}.{name} is {speed}; FLOP/s are positive")
+        if info.field_name == "peak" and not {"bf16", "fp32"} & speeds.keys():
+            raise UserError("[peak] has neither bf16 nor fp32; one of them is what MFU refers to")
+        return speeds
 
     @property
     def memory_bytes(self) -> int:
@@ -100,24 +116,18 @@ class Cluster(Table):
         return parse_bytes(self.memory)
 
     @property
-    def device_hour(self) -> Price | None:
-        """The price of a device-hour, if the file has one."""
-        return parse_price("price", self.price) if self.price else None
-
-    @property
     def facts(self) -> Device:
         """The facts that decide which matmuls are native; without `gpu`, no low-precision ones are."""
         return named_device(self.gpu) if self.gpu else Device(maker="unknown")
 
     @property
-    def has_kernels(self) -> bool:
-        """Whether Triton's kernels run on the device (`kernels/dispatch.py`)."""
-        return self.facts.has_triton
-
-    @property
     def lane_rate(self) -> float:
-        """Instructions/s of all fp32 lanes; a fused multiply-add counts as two operations."""
-        return (self.vector or self.peak.get("fp32", min(self.peak.values()))) / 2
+        """Instructions/s of all fp32 lanes; a fused multiply-add counts as two operations.
+
+        It is infinite where Triton's kernels do not run: the instructions of others are not counted.
+        """
+        fp32 = self.vector or self.peak.get("fp32", min(self.peak.values()))
+        return fp32 / 2 if self.facts.has_triton else math.inf
 
     def format_for(self, compute: str) -> str:
         """The format of matmuls in `compute`: `compute` itself, or fp32 if the device lacks it.
@@ -150,21 +160,4 @@ def cluster_name(name: str) -> str:
 
 def load_cluster(name: str) -> Cluster:
     """Load a shipped cluster by name (`cluster_name`), or another by the path of its `.toml` file."""
-    if name.endswith(".toml"):
-        return parse_cluster(named_text("cluster", name, cluster_names()), name)
-    whole = cluster_name(name)
-    return parse_cluster(shipped_text(_SHIPPED, whole), f"{whole}.toml")
-
-
-def parse_cluster(text: str, file: str) -> Cluster:
-    """Parse the TOML text of a cluster."""
-    cluster = read_tables(Cluster, "cluster", text, file)
-    for section in ("peak", "attainable"):
-        for name, speed in getattr(cluster, section).items():
-            if name not in FORMATS:
-                raise unknown(f"format of {file}", f"{section}.{name}", FORMATS)
-            if speed <= 0:
-                raise UserError(f"{file}: {section}.{name} is {speed}; FLOP/s are positive")
-    if "bf16" not in cluster.peak and "fp32" not in cluster.peak:
-        raise UserError(f"{file}: [peak] has neither bf16 nor fp32; one of them is what MFU refers to")
-    return cluster
+    return load_table(Cluster, "cluster", _SHIPPED, cluster_name(name))

@@ -1,4 +1,16 @@
-"""Estimates the time of a step on a cluster at best, from a count of the step (`counted.py`).
+"""Estimates the time of a step on a cluster: at best, and the share of it that a run is expected to reach.
+
+Both come from one count of the step (`simulate.count`): what this program's own path costs on the device of
+the cluster. The count is of one process that has all of the model. It is of the code that runs on the device:
+of kernels where Triton compiles for it, of torch's operations elsewhere, without torch's compiler. It does
+not depend on whether this machine has Triton.
+
+    at best     each operation at the ceilings of the cluster's file: matmuls at the speed of large ones,
+                bytes at the memory's bandwidth, instructions at the rate of the fp32 lanes
+    expected    the same operations at the speeds that whole steps of plain torch reached on an H200;
+                for another GPU, in proportion to the two data sheets
+
+No expected speed exceeds a ceiling (`Speeds.within`), so the best is the floor of the same count. Its causes:
 
     matmuls     operations of each format / attainable speed of large matmuls; includes attention
     casts       operands made for the matmuls, native or emulated, by the path that this recipe takes on this
@@ -12,20 +24,30 @@ The devices share what one process with all of the model computes. Communication
 overlaps with the computation and costs only the excess over it; communication of activations does not
 overlap. A pipeline of P processes and m micro-batches waits (P - 1) / (m x chunks) of its time.
 
-It is a lower bound for this program, as it runs without torch's compiler. What runs reach of it was measured
-by others (`expect.py`).
+Where a step is not counted for the device, as on several, the expectation is the share of the best that
+others measured. Each machine's file lists such runs with their sources ([[measured]]), each with the speed
+that `plan` calls the best for its settings. A plan takes the share of the nearest run: the distance is the
+difference in devices and in parameters, in factors of two, plus one if the matmuls had another format. Among
+equally near runs it takes the geometric mean, and reports the least and the most. Those runs are of other
+programs: the share shows what is usual on the machine, with small and odd shapes, the host and loaded links.
 """
 
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from narrowgauge.distributed import ParallelDims
 from narrowgauge.recipes import ATTENTION_PRODUCTS, Backend, Recipe, choose_backend
-from narrowgauge.trainer.cluster.plan.cluster_spec import Cluster
-from narrowgauge.trainer.cluster.plan.counted import counted_step, format_of
+from narrowgauge.system.devices import Device
+from narrowgauge.trainer.cluster.plan.cluster_spec import Cluster, MeasuredRun, load_cluster
 from narrowgauge.trainer.models import flops_per_token
-from narrowgauge.trainer.simulate import StepEstimate, WholeCount
+from narrowgauge.trainer.simulate import H200, Speeds, StepEstimate, WholeCount, count_whole
 from narrowgauge.trainer.training import Config
+
+#: The H200 format that stands for each kind of matmul.
+_KINDS = {"bf16": "bf16", "fp32": "fp32", "fp8": "fp8", "mxfp8": "fp8", "fp4": "fp8"}
+_PLAIN = Device(maker="nvidia", capability=(7, 0))  # stands for CPUs and unknown devices: no kernels
 
 
 @dataclass(frozen=True)
@@ -91,7 +113,10 @@ def estimate(
     tokens = t.batch_size * config.data.sequence_length
     backend = choose_backend(recipe, cluster.facts, config.spec.backend)
     count = count or counted_step(config, parallel_dims, cluster)
-    products, casts, passes = (seconds / parallel_dims.size for seconds in _computation(count))
+    of = count.best.of_micro_batches
+    products, casts = of("product_seconds") + of("attention_seconds"), of("cast_seconds")
+    passes = of("seconds") - products - casts
+    products, casts, passes = (x / parallel_dims.size for x in (products, casts, passes))
     volumes = tuple(_volume(*key, size, cluster) for key, size in sorted(step.sent.items()) if size >= 2**10)
     busy = products + casts + passes
     overlapped = sum(v.seconds for v in volumes if v.purpose in ("gather", "reduce"))
@@ -105,24 +130,8 @@ def estimate(
     causes = Causes(products, casts, passes, update, copies, waiting, bubble)
     used = flops_per_token(config.spec.model, config.data.sequence_length) * tokens / sum(causes)
     formats, peak = _formats(count, cluster, recipe.compute)
-    mfu = used / parallel_dims.size / peak
-    return Estimate(
-        causes,
-        volumes,
-        tokens,
-        mfu,
-        formats,
-        _products_of_attention(recipe) if recipe.narrows_attention else {},
-        backend,
-        count,
-    )
-
-
-def _computation(count: WholeCount) -> tuple[float, float, float]:
-    """Seconds of the matmuls, the casts and the passes of all micro-batches at best."""
-    of = count.best.of_micro_batches
-    products, casts = of("product_seconds") + of("attention_seconds"), of("cast_seconds")
-    return products, casts, of("seconds") - products - casts
+    mfu, attention = used / parallel_dims.size / peak, _products_of_attention(recipe)
+    return Estimate(causes, volumes, tokens, mfu, formats, attention, backend, count)
 
 
 def _formats(count: WholeCount, cluster: Cluster, compute: str) -> tuple[tuple[str, ...], float]:
@@ -143,13 +152,14 @@ def _formats(count: WholeCount, cluster: Cluster, compute: str) -> tuple[tuple[s
 
 
 def _products_of_attention(recipe: Recipe) -> dict[str, str]:
-    """The casts of both operands of each product."""
+    """The casts of both operands of each product of a narrow attention."""
 
     def name(place: str) -> str:
         cast = recipe.attention.get(place)
         return recipe.compute if cast is None else cast.name
 
-    return {product: f"{name(a)} x {name(b)}" for product, (a, b) in ATTENTION_PRODUCTS.items()}
+    products = ATTENTION_PRODUCTS.items() if recipe.narrows_attention else ()
+    return {product: f"{name(a)} x {name(b)}" for product, (a, b) in products}
 
 
 def _volume(purpose: str, ranks: tuple[int, ...], size: int, cluster: Cluster) -> Volume:
@@ -161,3 +171,91 @@ def _volume(purpose: str, ranks: tuple[int, ...], size: int, cluster: Cluster) -
     between = size // max(1, per_node)
     speed = min(cluster.between * max(1, per_node), cluster.inside) if per_node > 1 else cluster.between
     return Volume(purpose, len(ranks), size - between, between, size / speed)
+
+
+def counted_step(config: Config, parallel_dims: ParallelDims, cluster: Cluster) -> WholeCount:
+    """The count of a step of one process. It computes the micro-batches of all processes that share experts.
+
+    These make the operands of an expert's weights once, for all of their micro-batches together.
+    """
+    t = config.training
+    together = {"compile": False, "micro_batch_size": t.micro_batch_size * parallel_dims.expert}
+    alone = {"training": t.model_copy(update=together), "parallel": type(config.parallel)()}
+    facts = cluster.facts if cluster.facts.is_gpu else _PLAIN
+    compute = config.spec.recipe.compute
+    rates = {kind: cluster.speed(format_of(kind, cluster, compute)) for kind in H200.flops_per_s}
+    ceilings = Speeds("ceilings", cluster.memory_bandwidth, rates, cluster.lane_rate, kernel_s=0.0)
+    speeds = replace(speeds_of(cluster, compute), lanes_per_s=cluster.lane_rate)
+    return count_whole(config.model_copy(update=alone), facts, speeds, ceilings)
+
+
+def format_of(kind: str, cluster: Cluster, compute: str) -> str:
+    """The cluster's format that computes a kind of matmul of `simulate.operations`."""
+    wide = cluster.format_for(compute)
+    if kind.startswith("attention") or kind == "bf16":  # 16 bits
+        return wide
+    if kind == "fp32":
+        return cluster.format_for("fp32")
+    fp8 = "fp8" if "fp8" in cluster.peak else wide
+    return "fp4" if kind == "fp4" and "fp4" in cluster.peak else fp8
+
+
+def speeds_of(cluster: Cluster, compute: str = "bf16") -> Speeds:
+    """The speeds of a cluster's device, for a recipe that computes in a format."""
+    here = load_cluster("h200")
+    products = {
+        kind: cluster.speed(format_of(kind, cluster, compute)) / here.speed(of_h200)
+        for kind, of_h200 in _KINDS.items()
+    }
+    words = "an H200's, measured"
+    if cluster.device != here.device:
+        words = f"an H200's, in the proportion of data sheets to {cluster.device or cluster.title}"
+    memory = cluster.memory_bandwidth / here.memory_bandwidth
+    return H200.scaled(words, memory, products)
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """The expected share of the best speed."""
+
+    share: float
+    least: float  # of the nearest measured runs; the share itself if there is none
+    most: float
+    runs: tuple[MeasuredRun, ...]  # the nearest
+    counted: WholeCount | None = None  # what the share comes from; None if from the runs
+
+
+def expectation(
+    measured: Sequence[MeasuredRun], devices: int, parameters: int, format: str
+) -> Expectation | None:
+    """The expected share for a plan; None if no run was measured.
+
+    `format` is that of most of its matmuls.
+    """
+    if not measured:
+        return None
+
+    def distance(run: MeasuredRun) -> float:
+        apart = abs(math.log2(run.devices / devices)) + abs(math.log2(run.parameters / parameters))
+        return round(apart + (run.format != format), 6)
+
+    least_apart = min(distance(run) for run in measured)
+    nearest = tuple(run for run in measured if distance(run) == least_apart)
+    shares = [min(1.0, run.share) for run in nearest]  # nothing is expected to exceed the best
+    return Expectation(math.prod(shares) ** (1 / len(shares)), min(shares), max(shares), nearest)
+
+
+def counted_expectation(
+    counted: WholeCount | None, at_best: float, measured: Expectation | None, copies: float = 0.0
+) -> Expectation | None:
+    """The share by a count, along with the measured runs; these alone if there is no count.
+
+    `at_best` are the seconds of the same step at best, by the same count; `copies` are seconds of copies
+    between the host's memory and the device's, which a count leaves out.
+    """
+    if counted is None:
+        return measured
+    share = at_best / (counted.seconds + copies)
+    if measured is None:
+        return Expectation(share, share, share, (), counted)
+    return replace(measured, share=share, counted=counted)

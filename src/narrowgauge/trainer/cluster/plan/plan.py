@@ -1,12 +1,12 @@
 """Plans a run before it starts: memory by class, traffic, time and cost.
 
 The memory estimate is that of `train` (`simulate/memory_estimate.py`), so a plan and the run have the same
-classes. The time at best (`estimate.py`) and the expected share of it (`expect.py`) refer to a cluster
-described by a file (`cluster_spec.py`). `plan_text.py` prints a plan.
+classes. The time at best and the expected share of it (`estimate.py`) refer to a cluster described by a file
+(`cluster_spec.py`). `plan_text.py` prints a plan.
 """
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from narrowgauge.distributed import ParallelDims, resolve_dims
@@ -15,15 +15,39 @@ from narrowgauge.system.devices import Device, imagine
 from narrowgauge.system.units import human_bytes
 from narrowgauge.trainer.cluster.plan.budget import Price
 from narrowgauge.trainer.cluster.plan.cluster_spec import Cluster
-from narrowgauge.trainer.cluster.plan.estimate import Estimate, estimate
-from narrowgauge.trainer.cluster.plan.expect import Expectation, counted_expectation, expectation
-from narrowgauge.trainer.cluster.plan.fewest import Fewest, fewest_devices
+from narrowgauge.trainer.cluster.plan.estimate import (
+    Estimate,
+    Expectation,
+    counted_expectation,
+    estimate,
+    expectation,
+)
 from narrowgauge.trainer.models import count_parameters
 from narrowgauge.trainer.runs import choose_device, lay_out
 from narrowgauge.trainer.runs.monitor.memory_check import room_here
-from narrowgauge.trainer.simulate import Memory, Room, StepEstimate, WholeCount, estimate_step, fitting
+from narrowgauge.trainer.simulate import (
+    Memory,
+    Room,
+    StepEstimate,
+    WholeCount,
+    estimate_memory,
+    estimate_step,
+    fitting,
+)
+from narrowgauge.trainer.simulate.memory import STATE
 from narrowgauge.trainer.training import Config
 from narrowgauge.trainer.training.config.micro_batch import fitting_sizes, next_batch_size
+
+_GUESS = 0.8  # of the memory in proportion; no step was found to take less of it
+
+
+@dataclass(frozen=True)
+class Fewest:
+    """The smallest mesh that fits, and its micro-batch and memory."""
+
+    parallel_dims: ParallelDims
+    micro_batch_size: int
+    memory: Memory
 
 
 @dataclass(frozen=True)
@@ -91,7 +115,11 @@ def make_plan(
     layout = lay_out(config, devices)
     config, parallel_dims = layout.config, layout.parallel_dims
     chosen = tuple(filter(None, (batch_choice, layout.choice)))
-    room, gpu = room_of(config, cluster), cluster.facts if cluster else _device_here(config)
+    room, gpu = room_of(config, cluster), None
+    if cluster is not None:
+        gpu = cluster.facts
+    elif not config.training.memory_limit:  # which represents another machine
+        gpu = device_facts(choose_device(config.training.device))
     with imagine(gpu):
         show(f"the memory of a step of {config.model.name} ...")
         step = estimate_step(config, parallel_dims)
@@ -99,20 +127,55 @@ def make_plan(
             fewest: Fewest | None = Fewest(parallel_dims, config.training.micro_batch_size, step.memory)
         else:
             show("the smallest number of devices that fits ...")
-            fewest = fewest_devices(config, parallel_dims, step.memory, room.limit, room.fits)
+            fewest = fewest_devices(config, parallel_dims, step.memory, room.fits)
         change = None
         if not room.fits(step.memory, parallel_dims):
             show(f"it does not fit into {human_bytes(room.limit)}; the smallest change that fits ...")
             change = fitting(config, lambda m: room.fits(m, parallel_dims), room.has_host, parallel_dims)
-    if cluster is None:
-        backend = choose_backend(config.spec.recipe, gpu, config.recipe.backend) if gpu else None
-        return Plan(config, parallel_dims, step, room, fewest, backend, gpu, chosen=chosen, fitting=change)
-    show("the time of a step ...")
-    time, expected = expected_time(config, parallel_dims, cluster, step)
+    time = expected = backend = None
+    if cluster is not None:
+        show("the time of a step ...")
+        time, expected = expected_time(config, parallel_dims, cluster, step)
+        backend = time.backend
+    elif gpu is not None:
+        backend = choose_backend(config.spec.recipe, gpu, config.recipe.backend)
     return Plan(
-        *(config, parallel_dims, step, room, fewest, time.backend, gpu),
+        *(config, parallel_dims, step, room, fewest, backend, gpu),
         *(time, expected, cluster, chosen, change),
     )
+
+
+def fewest_devices(
+    config: Config,
+    parallel_dims: ParallelDims,
+    memory: Memory,
+    fits: Callable[[Memory, ParallelDims], bool],
+) -> Fewest | None:
+    """Find the smallest number of devices that a step fits on; None if no number that divides the batch fits.
+
+    The other axes and the batch stay the same; replicas become shards. A process has at least one sequence,
+    so a batch of B sequences can be divided over at most B shards, in smaller micro-batches if necessary.
+    `memory` is that of a step on this mesh. Shards whose memory, in proportion to it, is far above what fits
+    are passed over without an estimate, which takes half a second.
+    """
+    batch, micro = config.training.batch_size, config.training.micro_batch_size
+    # Replicated weights (DDP) in the stages of a pipeline cannot be estimated.
+    least = 1 + (parallel_dims.pipeline > 1 and parallel_dims.context > 1)
+    for shard in range(least, batch + 1):
+        mesh, share = replace(parallel_dims, replicate=1, shard=shard), batch // shard
+        if batch % shard or shard % parallel_dims.expert or share < parallel_dims.pipeline:
+            continue
+        if mesh == parallel_dims and fits(memory, mesh):
+            return Fewest(mesh, micro, memory)
+        most = min(micro, share // parallel_dims.pipeline)
+        size = max(n for n in range(1, most + 1) if share % n == 0)
+        ratios = dict.fromkeys(STATE, parallel_dims.shard / shard) | {"whole weights": 1.0}
+        guess = {name: int(_GUESS * x * ratios.get(name, size / micro)) for name, x in memory.device.items()}
+        if fits(replace(memory, device=guess), mesh):
+            found = estimate_memory(config.with_training(micro_batch_size=size), mesh)
+            if fits(found, mesh):
+                return Fewest(mesh, size, found)
+    return None
 
 
 def expected_time(
@@ -138,11 +201,6 @@ def room_of(config: Config, cluster: Cluster | None) -> Room:
     return Room.of(config, cluster.memory_bytes, source, has_host=cluster.device != "CPU")
 
 
-def _device_here(config: Config) -> Device | None:
-    """The facts of this machine's device; None where a memory limit represents another one."""
-    return None if config.training.memory_limit else device_facts(choose_device(config.training.device))
-
-
 def _with_batch_size(config: Config, devices: int) -> tuple[Config, str]:
     """The configuration, with a batch that the devices can share if the user set none; and a sentence about
     it.
@@ -163,7 +221,7 @@ def _with_batch_size(config: Config, devices: int) -> tuple[Config, str]:
 
 def price_of(plan: Plan, asked: Price | None) -> Price | None:
     """The price of a device-hour: the requested one, else the cluster's."""
-    return asked or (plan.cluster.device_hour if plan.cluster else None)
+    return asked or (plan.cluster.price if plan.cluster else None)
 
 
 def cost_of(plan: Plan, tokens: int, price: Price | None, share: float = 1.0) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -10,12 +10,13 @@ from rich.table import Table
 from narrowgauge.system.devices import imagine
 from narrowgauge.system.units import human_bytes, human_duration
 from narrowgauge.trainer.cluster.plan.budget import Price
-from narrowgauge.trainer.cluster.plan.estimate import Estimate
-from narrowgauge.trainer.cluster.plan.expect import Expectation
+from narrowgauge.trainer.cluster.plan.estimate import Estimate, Expectation
 from narrowgauge.trainer.cluster.plan.plan import Plan, cost_of, price_of
 from narrowgauge.trainer.models import count_parameters
 from narrowgauge.trainer.simulate import cheaper
 from narrowgauge.trainer.training.outline import placement
+
+Parts = Iterator[str | Table]  # in the order in which they are printed
 
 
 def print_plan(
@@ -30,22 +31,28 @@ def print_plan(
     `tokens` of 0 are those of `training.steps`, and `price` is the one that was asked for. `words` are the
     command line after the program's name; the line that fits begins with them.
     """
-    _print_memory(plan, console)
-    _print_options(plan, words, console)
+    for part in _parts(plan, tokens, price, words):
+        if isinstance(part, str):
+            console.print(part, highlight=False, markup=False, soft_wrap=True)
+        else:
+            console.print(part)
+
+
+def _parts(plan: Plan, tokens: int, price: Price | None, words: Sequence[str]) -> Parts:
+    """The sentences and tables of a plan."""
+    yield from _memory(plan)
+    yield from _options(plan, words)
     if plan.time is not None:
-        _print_traffic(plan.time, console)
-        _print_time(plan, plan.time, tokens, price_of(plan, price), console)
-        _print_reasons(plan, plan.time, price, console)
+        yield from _traffic(plan.time)
+        yield _time(plan, plan.time, tokens, price_of(plan, price))
+        yield from _reasons(plan, plan.time, price)
     elif plan.backend is not None and plan.backend.name == "emulated":
-        _say(console, f"recipe {plan.config.recipe.name} is emulated here: {plan.backend.reason}")
+        yield f"recipe {plan.config.recipe.name} is emulated here: {plan.backend.reason}"
 
 
-def _print_memory(plan: Plan, console: Console) -> None:
-    memory, t = plan.step.memory, plan.config.training
-    table = Table(box=None, header_style="bold")
-    table.add_column("class")
-    for column in ("bytes a parameter", "device", "host"):
-        table.add_column(column, justify="right")
+def _memory(plan: Plan) -> Parts:
+    memory, t, spec = plan.step.memory, plan.config.training, plan.config.spec
+    table = _table("class", "bytes a parameter", "device", "host")
     for name, size in memory.device.items():
         on_host = memory.host.get(name, 0)
         if size + on_host:
@@ -55,71 +62,53 @@ def _print_memory(plan: Plan, console: Console) -> None:
         table.add_row("copy of a save", "", "", _bytes(plan.copy))
     total = sum(memory.host.values()) + plan.copy
     table.add_row("together", "", _bytes(memory.peak), _bytes(total), style="bold")
-    devices = plan.parallel_dims.size
+    devices, each = plan.parallel_dims.size, plan.config.data.sequence_length
     several = f" on {devices:,} devices ({plan.parallel_dims.text})" if devices > 1 else ""
-    _say(
-        console,
-        f"{plan.config.model.name}, {memory.parameters:,} parameters{_active(plan)}, recipe "
-        f"{plan.config.recipe.name}: micro-batches of {t.micro_batch_size:,} x "
-        f"{plan.config.data.sequence_length:,} tokens{several}",
+    active = f" ({count_parameters(spec.model, active=True):,} active)" if spec.model.experts else ""
+    yield (
+        f"{plan.config.model.name}, {memory.parameters:,} parameters{active}, recipe "
+        f"{plan.config.recipe.name}: micro-batches of {t.micro_batch_size:,} x {each:,} tokens{several}"
     )
-    spec, tokens = plan.config.spec, t.micro_batch_size * plan.config.data.sequence_length
-    for sentence in (*plan.chosen, *placement(spec.model, spec.recipe, tokens)):
-        _say(console, sentence)
-    console.print(table)
-    fits = "fits" if plan.fits else "does not fit"
-    _say(
-        console,
-        f"{fits}: {human_bytes(plan.needed)} of {human_bytes(plan.room.limit)} ({plan.room.source})"
-        f"{_reserved(plan)}",
-    )
+    yield from plan.chosen
+    yield from placement(spec.model, spec.recipe, t.micro_batch_size * each)
+    yield table
+    fits, rest = "fits" if plan.fits else "does not fit", ""
+    if plan.reserved:
+        context = " and the driver's context" if plan.room.context else ""
+        rest = f", of which {human_bytes(plan.reserved)} for fragmentation{context}"
+    limit = f"{human_bytes(plan.room.limit)} ({plan.room.source})"
+    yield f"{fits}: {human_bytes(plan.needed)} of {limit}{rest}"
 
 
-def _reserved(plan: Plan) -> str:
-    """The part of the needed memory that no tensor takes, and what it is for."""
-    if not plan.reserved:
-        return ""
-    context = " and the driver's context" if plan.room.context else ""
-    return f", of which {human_bytes(plan.reserved)} for fragmentation{context}"
-
-
-def _active(plan: Plan) -> str:
-    """The parameters that a token meets, where these are not all."""
-    model = plan.config.spec.model
-    return f" ({count_parameters(model, active=True):,} active)" if model.experts else ""
-
-
-def _print_options(plan: Plan, words: Sequence[str], console: Console) -> None:
-    """Print the smallest number of devices, the line that fits, and the changes that lower the memory."""
+def _options(plan: Plan, words: Sequence[str]) -> Parts:
+    """The smallest number of devices, the line that fits, and the changes that lower the memory."""
     memory, batch = plan.step.memory, plan.config.training.batch_size
     if (fewest := plan.fewest) is None:
-        _say(
-            console,
-            f"as it is, it fits on no number of devices that a batch of {batch:,} sequences can be cut over",
+        yield (
+            f"as it is, it fits on no number of devices that a batch of {batch:,} sequences can be cut over"
         )
     elif plan.parallel_dims.data > 1 or not plan.fits:
         mesh, size = fewest.parallel_dims, fewest.micro_batch_size
         axes = f" ({mesh.text})" if mesh.text else ""
         micro = f", in micro-batches of {size:,}" if size != plan.config.training.micro_batch_size else ""
-        _say(
-            console,
+        yield (
             f"smallest number of devices that fits: {mesh.size:,}{axes}{micro}, "
-            f"{human_bytes(plan.room.needed(fewest.memory, mesh))} on each",
+            f"{human_bytes(plan.room.needed(fewest.memory, mesh))} on each"
         )
     if plan.fitting is not None:
         options, found = plan.fitting
         needed = human_bytes(plan.room.needed(found, plan.parallel_dims))
-        _say(console, f"it fits with these changes, {needed}:\n  {_with_options(words, options)}")
+        yield f"it fits with these changes, {needed}:\n  {_with_options(words, options)}"
     elif not plan.fits:
         on = "this device" if plan.parallel_dims.size == 1 else f"{plan.parallel_dims.size:,} devices"
-        _say(console, f"no setting and no recipe of narrower state makes it fit on {on}")
+        yield f"no setting and no recipe of narrower state makes it fit on {on}"
     with imagine(plan.gpu):
         others = cheaper(plan.config, plan.room.has_host, plan.parallel_dims, wider=not plan.fits)
     for option, other in sorted(others, key=lambda item: item[1].peak):
         if other.peak > 0.99 * memory.peak:  # it would not be noticed
             continue
         note = "" if plan.room.fits(other, plan.parallel_dims) else ", which does not fit either"
-        _say(console, f"with {option}: {human_bytes(other.peak)}{note}")
+        yield f"with {option}: {human_bytes(other.peak)}{note}"
 
 
 def _with_options(words: Sequence[str], options: str) -> str:
@@ -136,24 +125,18 @@ def _with_options(words: Sequence[str], options: str) -> str:
     return shlex.join(["narrowgauge", *kept, *changed])
 
 
-def _print_traffic(time: Estimate, console: Console) -> None:
-    table = Table(box=None, header_style="bold")
-    table.add_column("sent by a device, a step")
-    for column in ("ranks", "inside a node", "between nodes", "seconds"):
-        table.add_column(column, justify="right")
+def _traffic(time: Estimate) -> Parts:
+    table = _table("sent by a device, a step", "ranks", "inside a node", "between nodes", "seconds")
     for v in time.volumes:
         table.add_row(v.purpose, f"{v.ranks:,}", _bytes(v.inside), _bytes(v.between), _figure(v.seconds))
     if time.volumes:
-        console.print(table)
+        yield table
 
 
-def _print_time(plan: Plan, time: Estimate, tokens: int, price: Price | None, console: Console) -> None:
+def _time(plan: Plan, time: Estimate, tokens: int, price: Price | None) -> Table:
     e, devices = plan.expected, plan.parallel_dims.size
     shares = [1.0] if e is None else [1.0, e.share]
-    table = Table(box=None, header_style="bold")
-    table.add_column(f"a step of {time.tokens:,} tokens")
-    for column in ("at best", "expect")[: len(shares)]:
-        table.add_column(column, justify="right")
+    table = _table(f"a step of {time.tokens:,} tokens", *("at best", "expect")[: len(shares)])
     mark = ", emulated" if time.backend.name == "emulated" else ""
     names = [f"matmuls ({', '.join(time.formats)}{mark})", f"casts{mark}", "passes over memory", "update"]
     names += ["copies from and to the host", "waiting for links", "pipeline"]
@@ -177,36 +160,34 @@ def _print_time(plan: Plan, time: Estimate, tokens: int, price: Price | None, co
         table.add_row(f"node-hours, of {per_node} devices", *nodes)
     if price is not None:
         table.add_row("cost", *(str(price.times(cost["device-hours"])) for cost in costs))
-    console.print(table)
+    return table
 
 
-def _print_reasons(plan: Plan, time: Estimate, asked: Price | None, console: Console) -> None:
-    """Print where the figures come from: the backend, the measured runs, the price."""
+def _reasons(plan: Plan, time: Estimate, asked: Price | None) -> Parts:
+    """Where the figures come from: the backend, the measured runs, the price."""
     assert plan.cluster is not None
     if time.backend.name == "emulated":
         why = time.backend.reason
         if not plan.cluster.gpu:
             why = 'the cluster file names no gpu (gpu = "sm_90"), so nothing narrow is taken to be native'
-        _say(
-            console,
+        yield (
             f"recipe {plan.config.recipe.name} is emulated on this device: {why}. Losses are real; the "
             f"time is that of {' and '.join(time.formats)} matmuls and of casts, which are "
-            f"{100 * time.causes.casts / time.seconds:.0f} % of it. Waits of the host are not priced",
+            f"{100 * time.causes.casts / time.seconds:.0f} % of it. Waits of the host are not priced"
         )
     if time.attention:
         words = ", ".join(f"{product} {casts}" for product, casts in time.attention.items())
-        _say(console, f"attention: {words}; emulated in fp32, all scores, forward and backward")
+        yield f"attention: {words}; emulated in fp32, all scores, forward and backward"
     if plan.expected is None:
-        _say(
-            console,
-            "no column expect: nothing is counted, and the cluster's file has no measured run ([[measured]])",
+        yield (
+            "no column expect: nothing is counted, and the cluster's file has no measured run ([[measured]])"
         )
     else:
-        _say(console, _sources(plan.expected, time))
+        yield _sources(plan.expected, time)
     if (price := price_of(plan, asked)) is not None:
         source = "--price" if asked else "the cluster's file; --price overrides it"
         currency = "" if price.currency else ", in a currency that --price does not name"
-        _say(console, f"cost: at {price} a device-hour ({source}){currency}")
+        yield f"cost: at {price} a device-hour ({source}){currency}"
 
 
 def _sources(e: Expectation, time: Estimate) -> str:
@@ -228,6 +209,13 @@ def _sources(e: Expectation, time: Estimate) -> str:
         f"expect: {100 * e.share:.0f} % of the best speed{between}, as the nearest measured runs reached: "
         f"{runs} (source: {sources}); this program was measured on no GPU"
     )
+
+
+def _table(first: str, *figures: str) -> Table:
+    table = Table(first, box=None, header_style="bold")
+    for column in figures:
+        table.add_column(column, justify="right")
+    return table
 
 
 def _figure(x: float) -> str:
@@ -255,7 +243,3 @@ def _interval(least: float, most: float, unit: str) -> str:
 def _bytes(size: int) -> str:
     """A size; nothing for none."""
     return human_bytes(size) if size else ""
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(text, highlight=False, markup=False, soft_wrap=True)

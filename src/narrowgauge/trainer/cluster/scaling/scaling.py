@@ -15,17 +15,19 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
+from rich.table import Table
 
 from narrowgauge.distributed import ParallelDims
 from narrowgauge.nn.self_test import verified_backend
 from narrowgauge.system.errors import UserError
 from narrowgauge.system.files import make_directory, write_whole
-from narrowgauge.system.units import human_duration
+from narrowgauge.system.units import human_bytes, human_count, human_duration
 from narrowgauge.trainer.cluster.scaling.statistics import (
     Row,
     against,
@@ -48,6 +50,10 @@ from narrowgauge.trainer.runs.monitor.hardware import device_name
 from narrowgauge.trainer.training import Config
 
 FILE = "scaling.json"
+_TITLES = {
+    "strong": "strong: the same batch in all",
+    "weak": "weak: the same batch for each process",
+}
 
 
 @dataclass(frozen=True)
@@ -78,7 +84,7 @@ def scaling(
     refuse_several(os.environ)
     device = choose_device(config.training.device)
     _check_gpus(sizes, device)
-    plans = {size: _plans(config, size, is_first=size == sizes[0]) for size in sizes}
+    plans = {size: _plans(config, size) for size in sizes}
     backend = verified_backend(config.spec.recipe, device, config.spec.backend)
     try:
         make_directory(out)
@@ -122,12 +128,11 @@ def _rows(
     turns = [(number, size) for number in range(1, rounds + 1) for size in plans]
     began = time.monotonic()
     for done, (number, size) in enumerate(turns):
-        left = (time.monotonic() - began) / done * (len(turns) - done) if done else 0.0
-        console.print(
-            f"round {number} of {rounds}: {processes(size)}, threads of each: {_threads(size)}"
-            + (f", left {human_duration(left)}" if done else ""),
-            highlight=False,
-        )
+        doing = f"round {number} of {rounds}: {processes(size)}, threads of each: {_threads(size)}"
+        if done:
+            left = (time.monotonic() - began) / done * (len(turns) - done)
+            doing += f", left {human_duration(left)}"
+        console.print(doing, highlight=False)
         found[size].append(on_processes(size, plans[size], _threads(size), seconds / rounds))
     rows: list[Row] = []
     for size, modes in plans.items():
@@ -144,9 +149,9 @@ def _rows(
     weak = {row.processes: row for row in rows if row.mode == "weak"}
     reduced = []
     for size in (size for size in plans if size > 1):
-        rounds_of = [one["all_reduce"] for one in found[size]]
-        median = statistics.median(one["seconds"] for one in rounds_of)
-        reduced.append(bandwidth(rounds_of[0] | {"seconds": median}, size))
+        each = [one["all_reduce"] for one in found[size]]
+        median = statistics.median(one["seconds"] for one in each)
+        reduced.append(bandwidth(each[0]["bytes"], median, size))
     return [against(row, next(r for r in rows if r.mode == row.mode), weak) for row in rows], reduced
 
 
@@ -176,20 +181,19 @@ def _check_gpus(sizes: Sequence[int], device: torch.device) -> None:
         )
 
 
-def _plans(config: Config, size: int, is_first: bool) -> dict[str, Config]:
-    """The configurations for a number of processes, by mode; a single first process needs only one."""
-    plans = {"strong": _sized(config, size, config.training.batch_size)}
-    if size > 1 or not is_first:
-        plans["weak"] = _sized(config, size, config.training.batch_size * size)
-    return plans
+def _plans(config: Config, size: int) -> dict[str, Config]:
+    """The configurations for a number of processes, by mode, with micro-batches that fit.
 
-
-def _sized(config: Config, size: int, batch: int) -> Config:
-    """The configuration for `size` processes and `batch` sequences a step, with fitting micro-batches."""
-    dims = _dims(config, size)
+    A single process needs only one.
+    """
+    dims, batch = _dims(config, size), config.training.batch_size
     parallel = config.parallel.model_copy(update={"replicate": dims.replicate, "shard": dims.shard})
-    config = config.with_training(batch_size=batch, fit_micro_batch=True)
-    return lay_out(config.model_copy(update={"parallel": parallel}), size).config
+    config = config.model_copy(update={"parallel": parallel})
+    batches = {"strong": batch, "weak": batch * size} if size > 1 else {"strong": batch}
+    return {
+        mode: lay_out(config.with_training(batch_size=n, fit_micro_batch=True), size).config
+        for mode, n in batches.items()
+    }
 
 
 def _dims(config: Config, size: int) -> ParallelDims:
@@ -210,3 +214,67 @@ def _threads(size: int) -> int:
     """Threads per process: OMP_NUM_THREADS if set, else an equal share of the cores."""
     setting = os.environ.get("OMP_NUM_THREADS", "")
     return int(setting) if setting.isdigit() and int(setting) else max(1, usable_cores() // size)
+
+
+def print_scaling(result: Scaling, console: Console) -> None:
+    """Print the figures, the verdict and the warnings."""
+    f, say = result.facts, partial(console.print, highlight=False, markup=False)
+    star = "*" if f["backend"] == "emulated" else ""
+    say(
+        f"{f['model']}, {f['parameters']:,} parameters, recipe {f['recipe']} ({f['backend']}), "
+        f"sequences of {f['sequence_length']} tokens, {f['device']}"
+    )
+    for mode, title in _TITLES.items():
+        table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+        rows = [_cells(row, star) for row in result.rows if row.mode == mode]
+        for column in rows[0]:
+            table.add_column(column, justify="right")
+        for row in rows:
+            table.add_row(*row.values())
+        say(f"\n{title}", style="bold")
+        say(table)
+    say("", *_notes(result), sep="\n")
+    say(result.verdict, style="bold")
+    for warning in result.warnings:
+        say(f"WARNING {warning}", style="yellow")
+
+
+def _cells(row: Row, star: str) -> dict[str, str]:
+    """The cells of a row by column."""
+    step, low, high = (
+        f"{ms:.{0 if ms >= 100 else 1}f}" for ms in (row.step_ms, min(row.round_ms), max(row.round_ms))
+    )
+    return {
+        "procs": str(row.processes),
+        "batch": f"{row.batch_size // row.micro_batch_size} x {row.micro_batch_size}",
+        "step, ms": step,
+        "rounds": f"{low}-{high}",
+        "tokens/s": f"{human_count(row.tokens_per_s)}{star}",
+        "speed-up": f"{row.speed_up:.2f}x",
+        "efficiency": f"{row.efficiency:.0%}",
+        "communication": f"{row.communication:.0%}",
+    }
+
+
+def _notes(result: Scaling) -> list[str]:
+    notes = [
+        "batch: micro-batches of all processes x sequences of each; communication: the share of a step in "
+        "which a process waits for the others, excluding what overlaps with computation",
+        result.compared,
+    ]
+    if result.facts["backend"] == "emulated":
+        notes.append("* emulated arithmetic: not the speed of the format in hardware")
+    for one in result.all_reduce:
+        notes.append(
+            f"all-reduce of {human_bytes(one['bytes'])} over {one['processes']:.0f} processes: "
+            f"{one['ms']:.1f} ms, "
+            f"{one['algorithm_bandwidth'] / 1e9:.2f} GB/s (bus {one['bus_bandwidth'] / 1e9:.2f} GB/s)"
+        )
+    fewest, *others = (row for row in result.rows if row.mode == "weak")
+    for row in others:
+        when, tokens = "at no batch", row.break_even_tokens
+        if tokens is not None:
+            about = f"from about {human_count(tokens)} tokens a process and step on"
+            when = about if tokens >= 1 else "at any batch"
+        notes.append(f"estimate: {row.processes} processes become faster than {fewest.processes} {when}")
+    return notes

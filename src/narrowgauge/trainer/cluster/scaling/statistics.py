@@ -61,8 +61,7 @@ class Row:
 
     def as_json(self) -> dict[str, Any]:
         """The fields of the row in scaling.json."""
-        more = {"tokens_per_s": self.tokens_per_s, "communication_ms": self.waiting_ms}
-        return asdict(self) | more
+        return asdict(self) | {"tokens_per_s": self.tokens_per_s, "communication_ms": self.waiting_ms}
 
 
 def of_rounds(rounds: Sequence[Sequence[Mapping[str, Any]]], processes: int) -> dict[str, Any]:
@@ -105,27 +104,17 @@ def against(row: Row, fewest: Row, weak: Mapping[int, Row]) -> Row:
 
 def break_even(fewest: Row, row: Row) -> float | None:
     """Break-even in tokens per process and step; 0: at any number; None: never."""
-    gain = _computing(fewest) - _computing(row)
+    computing, gained = ((one.step_ms - one.waiting_ms) / one.tokens_a_step for one in (fewest, row))
+    gain = computing - gained
     extra = row.waiting_ms - fewest.waiting_ms
     return max(extra, 0.0) / gain / row.processes if gain > 0 else None
 
 
-def _computing(row: Row) -> float:
-    """Milliseconds of computation per token, over all processes at once."""
-    return (row.step_ms - row.waiting_ms) / row.tokens_a_step
-
-
-def bandwidth(all_reduce: Mapping[str, float], processes: int) -> dict[str, float]:
+def bandwidth(size: int, seconds: float, processes: int) -> dict[str, float]:
     """The bytes, milliseconds and bytes/s of an all-reduce."""
-    size, seconds = all_reduce["bytes"], all_reduce["seconds"]
-    bus = 2 * (processes - 1) / processes * size / seconds
-    return {
-        "processes": processes,
-        "bytes": size,
-        "ms": 1000 * seconds,
-        "algorithm_bandwidth": size / seconds,
-        "bus_bandwidth": bus,
-    }
+    speed = size / seconds
+    speeds = {"algorithm_bandwidth": speed, "bus_bandwidth": 2 * (processes - 1) / processes * speed}
+    return {"processes": processes, "bytes": size, "ms": 1000 * seconds} | speeds
 
 
 def warnings(rows: Sequence[Row], cores: int, on_cpu: bool) -> list[str]:

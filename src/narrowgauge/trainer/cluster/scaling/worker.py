@@ -20,7 +20,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from multiprocessing import active_children, get_context
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,8 +46,6 @@ LEAST_STEPS = 2  # measured in a round even if they exceed the requested seconds
 PROFILED_STEPS = 3
 _STORE_IS_THERE = {"TORCHELASTIC_USE_AGENT_STORE": "True"}  # as under torchrun
 LARGEST = 2**28  # bytes of the all-reduce whose bandwidth is measured
-
-Span = tuple[float, float]  # start, end
 
 
 def on_processes(size: int, configs: Mapping[str, Config], threads: int, seconds: float) -> dict[str, Any]:
@@ -149,26 +147,22 @@ class _Batches(Iterator[Batch]):
         self._batches, self.waited = batches, 0.0
 
     def __next__(self) -> Batch:
-        before = idle().asleep
+        before = idle()[0]
         batch = next(self._batches)
-        self.waited += idle().asleep - before
+        self.waited += idle()[0] - before
         return batch
 
 
-class Idle(NamedTuple):
-    """Cumulative seconds in which a thread did not compute, with an arbitrary origin."""
+def idle() -> tuple[float, float]:
+    """Seconds in which this thread slept, and in which it was ready while something else had the core.
 
-    asleep: float  # waiting for something
-    starved: float  # ready, while something else had the core
-
-
-def idle() -> Idle:
-    """Idle time of this thread; counts starvation as sleep where /proc is missing."""
+    Both have an arbitrary origin. Where /proc is missing, the second counts as sleep.
+    """
     ready = 0.0
     with suppress(OSError):
         # Its first number, the time on a core, lags behind `thread_time` by up to a tick of the scheduler.
         ready = int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
-    return Idle(time.perf_counter() - time.thread_time() - ready, ready)
+    return time.perf_counter() - time.thread_time() - ready, ready
 
 
 def _share_on_gpu(trainer: Trainer, batches: Iterator[Batch]) -> float:
@@ -179,19 +173,14 @@ def _share_on_gpu(trainer: Trainer, batches: Iterator[Batch]) -> float:
         for _ in range(PROFILED_STEPS):
             trainer.train_step(batches)
         taken = time.perf_counter() - start
-    communication: list[Span] = []
-    compute: list[Span] = []
+    every: list[tuple[float, float]] = []  # start, end
+    compute: list[tuple[float, float]] = []
     for event in profiler.events():
-        is_kernel = event.device_type.name == "CUDA"
-        if is_kernel and not getattr(event, "is_user_annotation", False):
-            spans = communication if event.name.startswith("nccl") else compute
-            spans.append((event.time_range.start, event.time_range.end))
-    return alone(communication, compute) / 1e6 / taken
-
-
-def alone(spans: list[Span], others: list[Span]) -> float:
-    """The length of the time covered by `spans` but not by `others`."""
-    return covered([*spans, *others]) - covered(others)
+        if event.device_type.name == "CUDA" and not getattr(event, "is_user_annotation", False):
+            every.append((event.time_range.start, event.time_range.end))
+            if not event.name.startswith("nccl"):
+                compute.append(every[-1])
+    return (covered(every) - covered(compute)) / 1e6 / taken
 
 
 def _all_reduce(config: Config, device: torch.device, coordinator: Coordinator) -> dict[str, float]:

@@ -71,7 +71,7 @@ def advise(
             f"devices = {devices}: a node of this cluster has {whole}, and a run takes whole nodes; take "
             f"{devices // whole * whole}"
         )
-    hour = parse_price("--price", str(price)) if price else machine.device_hour
+    hour = parse_price("--price", str(price)) if price else machine.price
     limit, refused = hours or math.inf, ""
     if money is not None and hour is None:
         refused = "money needs the price of a device-hour, which this cluster's file lacks; add --price, as "
