@@ -51,34 +51,27 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _refuse_broken_text(cls, value: Any) -> Any:
-        """Refuse lone surrogates: bytes of the command line that are not UTF-8, which files cannot store."""
-        if isinstance(value, str) and any("\ud800" <= c <= "\udfff" for c in value):
-            raise PydanticCustomError("not_utf8", "text must be UTF-8")
-        return value
-
-    @field_validator("*", mode="before")
-    @classmethod
     def _read_text(cls, value: Any, info: ValidationInfo) -> Any:
-        """Read the text of a list, or JSON of a table, as the command line has them."""
-        kind = get_origin(cls.model_fields[str(info.field_name)].annotation)
-        if isinstance(value, str) and kind is tuple:
+        """Read the text of a list, or JSON of a table, as the command line has them.
+
+        Lone surrogates, bytes of the command line that are not UTF-8, cannot be stored in files. True and
+        false are refused for numbers: pydantic would convert them to 1 and 0.
+        """
+        kind = cls.model_fields[str(info.field_name)].annotation
+        if isinstance(value, bool) and {int, float} & {kind, *get_args(kind)} and bool not in get_args(kind):
+            raise PydanticCustomError("not_a_number", "it is a number, not true or false")
+        if not isinstance(value, str):
+            return value
+        if any("\ud800" <= c <= "\udfff" for c in value):
+            raise PydanticCustomError("not_utf8", "text must be UTF-8")
+        if get_origin(kind) is tuple:
             return [part.strip() for part in value.split(",") if part.strip()]
         try:
-            return json.loads(value) if isinstance(value, str) and kind is Mapping else value
+            return json.loads(value) if get_origin(kind) is Mapping else value
         except json.JSONDecodeError:
             raise PydanticCustomError(
                 "no_json", 'on the command line it is JSON, as in {"*.bias": {"lr_factor": 2}}'
             ) from None
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _refuse_true_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse true and false for numbers: pydantic would convert them to 1 and 0."""
-        kind = cls.model_fields[str(info.field_name)].annotation
-        if isinstance(value, bool) and {int, float} & {kind, *get_args(kind)} and bool not in get_args(kind):
-            raise PydanticCustomError("not_a_number", "it is a number, not true or false")
-        return value
 
 
 class _NamedModel(Section):
