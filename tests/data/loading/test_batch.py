@@ -1,4 +1,6 @@
-"""Batches: the right tokens in the right order, the same for every way of asking."""
+"""Batches: the right tokens in the right order for every way of asking; a loader loses no thread or error."""
+
+import threading
 
 import numpy as np
 import pytest
@@ -6,16 +8,16 @@ import torch
 
 from narrowgauge.system.errors import UserError
 from narrowgauge.trainer.data import (
+    Loader,
     Mixture,
     TokenStream,
     count_windows,
+    first_samples,
     mixed_samples,
-    open_token_file,
     samples,
     shares_of,
     training_batch,
     validation_batches,
-    write_token_file,
 )
 
 END = 9
@@ -61,12 +63,6 @@ def test_a_corpus_shorter_than_a_sequence_is_refused_with_the_numbers(tokens):
         validation_batches(tokens, 1, 101, 1)  # at once, not when it is iterated
 
 
-def test_uint32_ids_arrive_whole(tmp_path):
-    write_token_file(tmp_path / "x.bin", [np.array([0, 70_000, 128_255, 65_536])], 128_256)
-    x_BT, y_BT = training_batch(open_token_file(tmp_path / "x.bin"), 0, 0, 1, 3)
-    assert (x_BT.tolist(), y_BT.tolist()) == ([[0, 70_000, 128_255]], [[70_000, 128_255, 65_536]])
-
-
 @pytest.mark.parametrize(
     ("end_first", "ids", "positions", "targets", "count"),
     [
@@ -101,3 +97,30 @@ def test_a_mixture_draws_each_sample_from_its_stream(tokens):
     assert count_windows(mixture, 10) == 59
     held_out = torch.cat([batch.x_BT[:, 0] for batch in validation_batches(mixture, 4, 10)])
     assert held_out.tolist() == [*range(0, 100, 10), *range(1000, 1490, 10)]
+
+
+def its_threads():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("narrowgauge-loader")]
+
+
+@pytest.mark.parametrize(("workers", "ahead"), [(1, 1), (4, 3), (4, 16)])
+def test_the_loader_gives_the_same_batches_and_leaves_no_thread_behind(tokens, workers, ahead):
+    with Loader(tokens, 5, first_samples(3, 8, 4), 4, 10, prefetch=ahead, workers=workers) as loader:
+        for n in range(24, 24 + 4 * 30, 4):
+            for found, expected in zip(next(loader), training_batch(tokens, 5, n, 4, 10), strict=True):
+                assert torch.equal(found, expected)
+        assert its_threads()
+    assert not its_threads()
+
+
+def test_a_loader_ends_with_its_samples_and_tells_what_went_wrong(tokens):
+    with Loader(tokens, 0, iter([0, 4]), 4, 10, prefetch=5) as loader:
+        assert len(list(loader)) == 2
+    with Loader(tokens, 0, iter([0]), 4, 500) as loader, pytest.raises(UserError, match="holds 101 tokens"):
+        next(loader)
+    with Loader(tokens, 0, iter([0, 2**70]), 1, 10) as loader:
+        next(loader)
+        with pytest.raises(OverflowError) as raised:
+            next(loader)
+    (note,) = raised.value.__notes__
+    assert note == f"in the loader's thread narrowgauge-loader_0, making the batch of sample {2**70}"

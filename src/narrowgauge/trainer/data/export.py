@@ -60,16 +60,15 @@ def export_tokens(dataset: Dataset, layout: str, directory: Path, name: str | No
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise UserError(f"cannot write tokens to {directory}: it is not an empty directory; name another")
     size, end = dataset.tokenizer.vocab_size, dataset.tokenizer.end_of_document
+    parts = {"train": [dataset.train], "val": [dataset.val]}
     with staged_directory(directory) as staging:
         dataset.tokenizer.save(staging / TOKENIZER_FILE)
-        parts = {"train": [dataset.train], "val": [dataset.val]}
         if layout == "llmc":
             for part, mixtures in parts.items():
-                chunks = (np.concatenate([[end], document]) for document in _documents(mixtures))
                 paths = shard_paths(staging, f"{name or 'text'}_{part}")
                 with TokenWriter(paths, size, SHARD_TOKENS) as writer:
-                    for chunk in chunks:
-                        writer.write(chunk)
+                    for document in _documents(mixtures):
+                        writer.write(np.concatenate([[end], document]))
             return
         stems = {f"text_{part}_document": mixtures for part, mixtures in parts.items()}
         for stem, mixtures in stems.items() if name is None else [(name, [dataset.train, dataset.val])]:

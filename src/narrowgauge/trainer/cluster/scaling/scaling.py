@@ -41,7 +41,7 @@ from narrowgauge.trainer.cluster.scaling.statistics import (
 )
 from narrowgauge.trainer.cluster.scaling.worker import WARMUP_STEPS, on_processes
 from narrowgauge.trainer.data import open_data
-from narrowgauge.trainer.data.preparation.worker_pool import usable_cores
+from narrowgauge.trainer.data.preparation.workers import usable_cores
 from narrowgauge.trainer.distributed.launch.world import processes_started
 from narrowgauge.trainer.models import count_parameters
 from narrowgauge.trainer.runs import choose_device, lay_out

@@ -3,31 +3,60 @@
 A source is the first of these that applies:
 
 - a prepared corpus (`corpus`), written by `narrowgauge prepare`;
-- token files of another program (`token_files.source`);
+- token files of another program (`token_files.source`), read in the order of their names;
 - text, which is prepared on the spot (`preparation.prepare`).
 
 Several sources are separated by commas. `weights` gives each source's share of the samples; without weights,
 shares are proportional to token counts. All sources use one tokenizer: the named one, or with `auto` that of
 the first source. For text, `auto` trains bpe-4096 on the first source alone.
+
+**The tokenizer of token files** is the named one, or that of their folder; datatrove's files name theirs, and
+another is refused. Otherwise ids are their own text (`ids-N`), with the vocabulary that the layout states; or
+GPT-2's, if the largest id is its end of text, 50256. Anything else is refused, because a wrong guess would go
+unnoticed.
+
+Without a held-out file, the last tenth of the tokens is held out, at most 10 million, starting at the next
+document if one begins nearby.
+
+Token files are read once, for their digest and their largest id. The result is cached, because that takes
+seconds for gigabytes. An entry is valid while path, inode, size and both modification times are unchanged
+(rsync, tar and cp -p preserve only one of them). If the cache cannot be written, only time is lost.
 """
 
+import contextlib
 import hashlib
+import json
 from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
 
 from narrowgauge.system.errors import UserError
-from narrowgauge.system.files import user_path
+from narrowgauge.system.files import cache_entry, sha256_of, user_path, write_cached
 from narrowgauge.trainer.data.cache import Progress, no_progress
 from narrowgauge.trainer.data.corpus import Corpus, is_corpus, read_manifest
 from narrowgauge.trainer.data.loading.sample_order import shares_of
 from narrowgauge.trainer.data.preparation.prepare import DEFAULT_TOKENIZER, prepare
 from narrowgauge.trainer.data.sources import open_source
 from narrowgauge.trainer.data.sources.tables import HUB
-from narrowgauge.trainer.data.token_files.source import open_token_source, token_files, vocabulary_of_files
-from narrowgauge.trainer.data.token_files.token_stream import Dataset, Mixture, as_mixture
-from narrowgauge.trainer.data.tokenization.formats import TOKENIZER_FILE
-from narrowgauge.trainer.data.tokenization.tokenizer import make_tokenizer
+from narrowgauge.trainer.data.token_files.datatrove import checked_tokenizer
+from narrowgauge.trainer.data.token_files.source import Files, token_files
+from narrowgauge.trainer.data.token_files.token_file import OpenFile, check_ids, unfit
+from narrowgauge.trainer.data.token_files.token_stream import Dataset, Mixture, TokenStream, as_mixture
+from narrowgauge.trainer.data.tokenization.formats import TOKENIZER_FILE, tokenizer_files
+from narrowgauge.trainer.data.tokenization.tokenizer import (
+    Tokenizer,
+    ids_tokenizer,
+    load_tokenizer,
+    make_tokenizer,
+)
 
 AUTO = "auto"
+_HELD_OUT_ONE_IN = 10
+_HELD_OUT_MOST = 10_000_000
+_NEAR = 1 << 20  # tokens in which to look for the start of a document
+_CHUNK = 1 << 22  # tokens read together
+_GPT2_SIZE = 50257
 
 
 def open_data(
@@ -79,8 +108,14 @@ def vocabulary_before_reading(source: str, tokenizer: str, weights: Sequence[flo
     first = split_sources(source, weights)[0]
     if is_corpus(user_path(first)):
         return read_manifest(user_path(first)).vocab_size
-    files = token_files(first)
-    return vocabulary_of_files(files[0][0]) if files else None
+    if not (files := token_files(first)):
+        return None
+    file = files[0][0]
+    if tokenizer_files(file.path.parent):
+        return load_tokenizer(file.path.parent).vocab_size
+    if file.tokenizer is not None:
+        return checked_tokenizer(file, None).vocab_size
+    return file.vocabulary[0] if file.vocabulary else None
 
 
 def why_absent(source: str, weights: Sequence[float] = ()) -> str:
@@ -117,7 +152,7 @@ def _open(name: str, tokenizer: str, first: Dataset | None, report: Progress) ->
     if is_corpus(user_path(name)):
         return _of_corpus(prepare(name, named))
     if files := token_files(name):
-        return open_token_source(name, files, named, report)
+        return _of_token_files(name, files, named, report)
     if first and first.tokenizer_file and (named is None or named.startswith("bpe-")):
         named = str(first.tokenizer_file)
     return _of_corpus(prepare(name, named or DEFAULT_TOKENIZER, progress=report))
@@ -126,3 +161,108 @@ def _open(name: str, tokenizer: str, first: Dataset | None, report: Progress) ->
 def _of_corpus(corpus: Corpus) -> Dataset:
     train, val = as_mixture(corpus.train), as_mixture(corpus.val)
     return Dataset(corpus.tokenizer, train, val, corpus.digest, corpus.directory / TOKENIZER_FILE)
+
+
+def _of_token_files(
+    source: str, files: tuple[Files, Files], tokenizer: str | None, report: Progress
+) -> Dataset:
+    opened = [*files[0], *files[1]]
+    if other := next((file for file in opened if file.layout != opened[0].layout), None):
+        raise UserError(
+            f"data source {source!r} mixes layouts: {opened[0].path} is {opened[0].layout} and {other.path} "
+            f"is {other.layout}; make two sources of it, separated by a comma"
+        )
+    statistics = [_statistics(file, report) for file in opened]
+    largest = max(one.largest for one in statistics)
+    chosen, boundaries = _tokenizer(source, opened[0], tokenizer, largest)
+    for file, one in zip(opened, statistics, strict=True):
+        if one.smallest < 0 or one.largest >= chosen.vocab_size:
+            check_ids(file.path, file.tokens, chosen.vocab_size, unfit)
+    facts = ["tokens", chosen.digest, *(one.sha256 for one in statistics), f"{len(files[1])} held out"]
+    digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()
+    streams = [_stream(part, boundaries) for part in files if part]
+    train, val = streams if len(streams) == 2 else _split_tail(streams[0])
+    return Dataset(chosen, as_mixture(train), as_mixture(val), digest)
+
+
+class _Statistics(NamedTuple):
+    """The sha256 of the files that belong together, and the range of their ids."""
+
+    sha256: str
+    smallest: int
+    largest: int
+
+
+def _statistics(file: OpenFile, report: Progress) -> _Statistics:
+    """Statistics of the file, from the cache if possible; `report` is called as bytes are read."""
+    files = (file.path, *file.beside)
+    stats = [(path.resolve(), path.stat()) for path in files]
+    facts = [(str(p), s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for p, s in stats]
+    entry = cache_entry("surveys", *facts)
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        known = _Statistics(*json.loads(entry.read_text(encoding="utf-8")))
+        if [*map(type, known)] == [str, int, int]:
+            return known
+    smallest, largest, total = 0, 0, len(file.tokens)
+    for start in range(0, total, _CHUNK):
+        chunk = np.asarray(file.tokens[start : start + _CHUNK])
+        smallest, largest = min(smallest, int(chunk.min())), max(largest, int(chunk.max()))
+        size = chunk.itemsize
+        report(f"scan {file.path.name}", (start + len(chunk)) * size, total * size, "")
+    digests = "\n".join(sha256_of(path, follow_links=True) for path in files)
+    result = _Statistics(hashlib.sha256(digests.encode()).hexdigest(), smallest, largest)
+    write_cached(entry, result)
+    return result
+
+
+def _tokenizer(
+    source: str, file: OpenFile, name: str | None, largest: int
+) -> tuple[Tokenizer, tuple[int, ...]]:
+    """The tokenizer, and the ids between documents."""
+    tokenizer, stated = None, file.vocabulary
+    if name is not None:
+        if name.startswith("bpe-"):
+            raise UserError(
+                f"data source {source!r} holds tokens, but tokenizer {name!r} would be trained on text; "
+                "name the tokenizer that they were made with, or leave data.tokenizer out"
+            )
+        tokenizer = make_tokenizer(name, [])
+    elif tokenizer_files(file.path.parent):
+        tokenizer = load_tokenizer(file.path.parent)
+    elif stated or (largest == _GPT2_SIZE - 1 and file.tokenizer is None):
+        tokenizer = ids_tokenizer(*(stated or (_GPT2_SIZE, largest)))
+    if file.tokenizer is not None and not (name or "").startswith("ids-"):
+        tokenizer = checked_tokenizer(file, tokenizer)
+    if tokenizer is None:
+        raise UserError(
+            f"{file.path} ({file.layout}) does not state which tokenizer made it, and its largest id is "
+            f"{largest}; name one with --data.tokenizer FILE, or use the ids as they are with "
+            f"--data.tokenizer ids-{largest + 2}"
+        )
+    # Llama 3 ends a document with one id, and llm.c separates documents with another.
+    of_layout = {stated[1]} if stated and stated[0] == tokenizer.vocab_size else set()
+    return tokenizer, tuple(sorted({tokenizer.end_of_document} | of_layout))
+
+
+def _stream(files: Files, boundaries: tuple[int, ...]) -> TokenStream:
+    """The stream of the files, one after the other."""
+    starts, offset = [], 0
+    for file in files:
+        if file.starts is not None:
+            starts.append(file.starts + offset)
+        offset += len(file.tokens)
+    first = files[0].boundary_first
+    return TokenStream(
+        tuple(file.tokens for file in files),
+        boundaries,
+        int(files[0].tokens[0]) in boundaries if first is None else first,
+        starts=np.concatenate(starts) if starts else None,
+    )
+
+
+def _split_tail(stream: TokenStream) -> tuple[TokenStream, TokenStream]:
+    """The stream without its tail, and the tail, which is held out."""
+    size = len(stream)
+    cut = size - min(size // _HELD_OUT_ONE_IN, _HELD_OUT_MOST)
+    cut = stream.next_start(cut, min(_NEAR, (size - cut) // 2))
+    return stream.substream(0, cut), stream.substream(cut, size)

@@ -22,7 +22,7 @@ from operator import itemgetter
 from pathlib import Path
 
 from narrowgauge.system.errors import UserError
-from narrowgauge.trainer.data.preparation.encode import ReadDocument
+from narrowgauge.trainer.data.preparation.workers import ReadDocument
 from narrowgauge.trainer.data.sources.records import Rejected
 
 REJECTED_FILE = "rejected.jsonl"

@@ -37,8 +37,14 @@ from narrowgauge.trainer.data.corpus import (
     open_corpus,
 )
 from narrowgauge.trainer.data.preparation.document_filter import TRAIN, VAL, DocumentFilter, Options
-from narrowgauge.trainer.data.preparation.encode import ReadChunk, ReadDocument, encode_chunk, read_chunk
-from narrowgauge.trainer.data.preparation.worker_pool import ordered_map, usable_cores
+from narrowgauge.trainer.data.preparation.workers import (
+    ReadChunk,
+    ReadDocument,
+    encode_chunk,
+    ordered_map,
+    read_chunk,
+    usable_cores,
+)
 from narrowgauge.trainer.data.sources import no_text, open_source
 from narrowgauge.trainer.data.sources.records import Chunk, Input, Source, unreadable
 from narrowgauge.trainer.data.sources.text import PIECE_ENOUGH

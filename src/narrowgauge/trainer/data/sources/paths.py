@@ -60,13 +60,6 @@ def _type_by_content(path: Path, text_key: str) -> str | None:
     return LINES if not end and line.startswith(b'{"') else None  # a line longer than the head
 
 
-def _type_of(path: Path, text_key: str) -> str | None:
-    """The type of a file in a folder, by its content where the suffix does not tell."""
-    suffix = path.suffix.lower()
-    inner = Path(path.stem).suffix if suffix in COMPRESSED else suffix
-    return _type_by_content(path, text_key) if suffix == ".json" or not inner else file_type(path)
-
-
 def standard_library() -> tuple[Input, ...]:
     """The modules of the running Python's standard library that every build of it has."""
     root = Path(sysconfig.get_path("stdlib"))
@@ -105,7 +98,7 @@ def find_files(source: str, text_key: str) -> tuple[Input, ...]:
     elif path.exists():
         raise UserError(f"data source {source!r} is neither a file nor a directory; give one that is")
     elif glob.has_magic(source):
-        root = _fixed_part(path)
+        root = next(folder for folder in path.parents if not glob.has_magic(str(folder)))
         # Two `**` can match a file in several ways.
         paths = map(Path, set(glob.iglob(str(path), recursive=True)))
     else:
@@ -122,7 +115,13 @@ def find_files(source: str, text_key: str) -> tuple[Input, ...]:
 
 def _of_data(found: list[Input], text_key: str) -> list[Input]:
     """The files that hold documents, with their types; cards, licences and scripts beside data do not."""
-    typed = [replace(file, type=type_) for file in found if (type_ := _type_of(file.path, text_key))]
+
+    def type_of(path: Path) -> str | None:
+        suffix = path.suffix.lower()
+        inner = Path(path.stem).suffix if suffix in COMPRESSED else suffix
+        return _type_by_content(path, text_key) if suffix == ".json" or not inner else file_type(path)
+
+    typed = [replace(file, type=type_) for file in found if (type_ := type_of(file.path))]
     if not typed:  # perhaps lines with another key, whose reader lists the keys
         return [replace(file, type=LINES) for file in found if file_type(file.path) == LINES]
     has_records = any(file.type != TEXT for file in typed)
@@ -185,14 +184,6 @@ def _is_visible_file(name: str, path: Path) -> bool:
     if path.is_symlink() and not path.exists() and file_type(path) is not None:
         raise UserError(f"{path} is a link that leads nowhere; fix it, or remove it")
     return path.is_file()
-
-
-def _fixed_part(pattern: Path) -> Path:
-    """The folder above the first wildcard of a glob."""
-    folder = pattern
-    while glob.has_magic(str(folder)):
-        folder = folder.parent
-    return folder
 
 
 def _missing(source: str, path: Path) -> UserError:

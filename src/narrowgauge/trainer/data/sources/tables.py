@@ -36,7 +36,7 @@ from narrowgauge.trainer.data.sources.records import (
 
 HUB = "hf:"
 _ROWS = 256  # rows read at once: a row of a crawl has some thousand characters
-_OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
+_SETTINGS = ("HF_ENDPOINT", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")  # a mirror, offline mode
 
 
 def line_chunks(file: Input, key: str) -> Iterator[Chunk]:
@@ -143,25 +143,14 @@ def _load(name: str, config: str | None, split: str) -> Any:
             root = cause
         reasons = dict.fromkeys(f"{type(e).__name__}: {e}" for e in (error, root))
         reason = " ".join(" from ".join(reasons).split())[:400]
+        settings = {"HTTPS_PROXY": getproxies().get("https")} | {
+            name: os.environ.get(name) for name in _SETTINGS
+        }
+        tried = ", ".join(f"{key}={_without_password(value or '')}" for key, value in settings.items())
         raise UserError(
-            f"data set {name!r} cannot be read ({reason}); tried {_network_settings()}; fix these, or fetch "
-            "its .parquet or .jsonl files on a machine that reaches them, copy the folder here and prepare "
-            "the folder"
+            f"data set {name!r} cannot be read ({reason}) with {tried}; fix these, or fetch its .parquet or "
+            ".jsonl files on a machine that reaches them, copy the folder here and prepare the folder"
         ) from error
-
-
-def _network_settings() -> str:
-    """The proxy, mirror and offline mode of the environment, without passwords."""
-    proxies, mirror = getproxies(), os.environ.get("HF_ENDPOINT")
-    proxy = next((proxies[kind] for kind in ("https", "http", "all") if proxies.get(kind)), None)
-    offline = next((f"{name}={os.environ[name]}" for name in _OFFLINE if os.environ.get(name)), "")
-    return ", ".join(
-        [
-            f"the proxy {_without_password(proxy)}" if proxy else "no proxy (HTTPS_PROXY is not set)",
-            f"the mirror {_without_password(mirror)}" if mirror else "no mirror (HF_ENDPOINT is not set)",
-            f"offline mode ({offline})" if offline else "not offline mode (HF_HUB_OFFLINE=1)",
-        ]
-    )
 
 
 def _without_password(address: str) -> str:

@@ -58,9 +58,7 @@ def prose(text: str, dropped: frozenset[str] = DROPPED_NAMESPACES) -> str:
 
     Links into the namespaces `dropped` (lower case) are removed with their text.
     """
-    if HOLE in text or KEPT in text:
-        text = text.replace(HOLE, "").replace(KEPT, "")
-    scan = _Scan(text, dropped)
+    scan = _Scan(text.replace(HOLE, "").replace(KEPT, ""), dropped)
     flat = _VARIANT.sub(_variant, scan.run())
     return _tidy(flat, scan.literals)
 
@@ -144,17 +142,14 @@ class _Scan:
         elif name in _DROPPED or name in _LITERAL:
             if not (closing or alone) and (end := _end_of(name, self.text, at)):
                 if name in _LITERAL:
-                    self._keep(self.text[at : end.start()])
+                    self.out.append(f"{KEPT}{len(self.literals)}{KEPT}")
+                    self.literals.append(html.unescape(self.text[at : end.start()]))
                 return end.end()
         elif name in _BREAKS:
             self.out.append("\n")
         elif name not in _BARE:
             self.out.append(match[0])
         return at
-
-    def _keep(self, literal: str) -> None:
-        self.out.append(f"{KEPT}{len(self.literals)}{KEPT}")
-        self.literals.append(html.unescape(literal))
 
 
 _ENDS: dict[str, re.Pattern[str]] = {
@@ -200,10 +195,13 @@ _BLANKS = re.compile(r"[ \t\xa0]+")
 _KEPT = re.compile("\x01([0-9]+)\x01")
 
 # The traces of a template: empty brackets, separators and blanks around the gap.
-_EMPTY = re.compile(r"\([ ,;:\x00\u2013-]*+\)")
-_HOLE_FIRST = re.compile(r"\([ ,;:]*+\x00[ ,;:\x00]*+")
-_HOLE_LAST = re.compile(r"(?<![ ,;:\x00])[ ,;:\x00]++\)")
-_HOLE_BEFORE = re.compile(r"(?<![ \x00])[ \x00]++(?=[,.;:!?])")
+# Each pattern consumes a run of blanks once, so long runs are cheap.
+_GAPS = [
+    (re.compile(r"\((?=[ ,;:\u2013-]*+\x00)[ ,;:\x00\u2013-]*+\)"), "\x00"),
+    (re.compile(r"\([ ,;:]*+\x00[ ,;:\x00]*+"), "("),
+    (re.compile(r"(?<![ ,;:\x00])(?=[ ,;:]*+\x00)[ ,;:\x00]++\)"), ")"),
+    (re.compile(r"(?<![ \x00])(?= *+\x00)[ \x00]++(?=[,.;:!?])"), ""),
+]
 _HOLE = re.compile(r" ?\x00[ \x00]*+")
 
 
@@ -216,8 +214,9 @@ def _tidy(text: str, literals: list[str]) -> str:
     text = _EXTERNAL.sub(r"\1", text)
     text = _MAGIC.sub(lambda match: "" if match[1].isupper() else match[0], text)
     text = _BLANKS.sub(" ", html.unescape(text) if "&" in text else text)
-    if "\x00" in text:
-        text = _fill(text)
+    for pattern, instead in _GAPS if HOLE in text else ():
+        text = pattern.sub(instead, text)
+    text = _HOLE.sub(lambda match: " " if " " in match[0] else "", text)
     joined = "\n".join(_lines(text))
     return _KEPT.sub(lambda match: literals[int(match[1])], joined)
 
@@ -226,17 +225,6 @@ def _quotes(match: re.Match[str]) -> str:
     """Two, three and five quotes mean italics, bold and both; other numbers are apostrophes."""
     count = len(match[0])
     return "'" if count == 4 else "'" * max(count - 5, 0)
-
-
-def _fill(text: str) -> str:
-    """Close the gaps; each pattern consumes a run of blanks once, so long runs are cheap."""
-    for pattern, instead in ((_EMPTY, "\x00"), (_HOLE_FIRST, "("), (_HOLE_LAST, ")"), (_HOLE_BEFORE, "")):
-        text = _sub_at_holes(pattern, instead, text)
-    return _HOLE.sub(lambda match: " " if " " in match[0] else "", text)
-
-
-def _sub_at_holes(pattern: re.Pattern[str], instead: str, text: str) -> str:
-    return pattern.sub(lambda match: instead if "\x00" in match[0] else match[0], text)
 
 
 def _lines(text: str) -> list[str]:

@@ -60,21 +60,43 @@ def open_megatron(path: Path) -> OpenFile:
         if not file.is_file():
             raise unfit(file, "it is not there, and Megatron's tokens are an .idx and a .bin")
     raw = np.memmap(index, dtype=np.uint8, mode="r") if index.stat().st_size else np.empty(0, np.uint8)
-    size = data.stat().st_size
-    dtype, lengths, places, documents = _index(index, raw)
-    ends = places + lengths.astype(np.int64) * dtype.itemsize
+    if raw[: len(_LEGACY_MAGIC)].tobytes() == _LEGACY_MAGIC:
+        raise unfit(index, "it is in Megatron's old layout (TNTIDX), which Megatron itself no longer reads")
+    if len(raw) < _FIXED.size or raw[: len(MAGIC)].tobytes() != MAGIC:
+        raise unfit(index, f"it does not begin like Megatron's index ({MAGIC!r} and {_FIXED.size} bytes)")
+    _, version, code, sequences, documents = _FIXED.unpack(raw[: _FIXED.size].tobytes())
+    if version != 1:
+        raise unfit(index, f"its version is {version}, and 1 is the only one known")
+    if code not in _DTYPES:
+        dtype = "floating-point numbers" if code in (6, 7) else "of an unknown type"
+        raise unfit(index, f"its dtype code {code} means that the ids are {dtype}, but ids are integers")
+    right = _FIXED.size + 12 * sequences + 8 * documents
+    if len(raw) == right + sequences and sequences:
+        raise unfit(index, "it has a mode for each sequence, as files of text and images have")
+    if len(raw) != right or documents < 1:
+        raise unfit(
+            index,
+            f"its header promises {sequences} sequences and {documents} document borders, so {right} bytes, "
+            f"but it has {len(raw)}",
+        )
+    lengths = np.frombuffer(raw, "<i4", sequences, _FIXED.size)
+    places = np.frombuffer(raw, "<i8", sequences, _FIXED.size + 4 * sequences)
+    borders = np.frombuffer(raw, "<i8", documents, _FIXED.size + 12 * sequences)
+    if borders[0] != 0 or borders[-1] != sequences or (np.diff(borders) < 0).any():
+        raise unfit(index, f"its documents do not go from sequence 0 to sequence {sequences} in order")
+    ids = _DTYPES[code]
+    ends = places + lengths.astype(np.int64) * ids.itemsize
     if (lengths < 0).any() or places[:1].any() or (places[1:] != ends[:-1]).any():
         raise unfit(index, "its sequences do not lie end to end")
-    total = int(ends[-1]) if len(ends) else 0
+    total, size = int(ends[-1]) if len(ends) else 0, data.stat().st_size
     if total != size:
         raise unfit(
             index, f"it does not match {data.name}: its sequences end at byte {total}, and that has {size}"
         )
     if total == 0:
         raise unfit(data, "it holds no tokens")
-    tokens = np.memmap(data, dtype=dtype, mode="r")
-    edges = np.append(places, total) // dtype.itemsize
-    return OpenFile(data, "Megatron", tokens, (index,), starts=edges[documents[:-1]])
+    starts = (np.append(places, total) // ids.itemsize)[borders[:-1]]
+    return OpenFile(data, "Megatron", np.memmap(data, dtype=ids, mode="r"), (index,), starts=starts)
 
 
 def write_megatron(stem: Path, documents: Iterable[NDArray[Any]], vocab_size: int) -> tuple[Path, Path]:
@@ -102,35 +124,3 @@ def write_megatron(stem: Path, documents: Iterable[NDArray[Any]], vocab_size: in
         for part in (length_S, place_S, np.arange(len(length_S) + 1, dtype="<i8")):
             file.write(part.tobytes())
     return data, index
-
-
-def _index(
-    path: Path, raw: NDArray[np.uint8]
-) -> tuple[np.dtype[Any], NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
-    """(dtype of the ids, lengths, offsets, documents) of an index, whose size is checked."""
-    if raw[: len(_LEGACY_MAGIC)].tobytes() == _LEGACY_MAGIC:
-        raise unfit(path, "it is in Megatron's old layout (TNTIDX), which Megatron itself no longer reads")
-    if len(raw) < _FIXED.size or raw[: len(MAGIC)].tobytes() != MAGIC:
-        raise unfit(path, f"it does not begin like Megatron's index ({MAGIC!r} and {_FIXED.size} bytes)")
-    _, version, code, sequences, documents = _FIXED.unpack(raw[: _FIXED.size].tobytes())
-    if version != 1:
-        raise unfit(path, f"its version is {version}, and 1 is the only one known")
-    if code not in _DTYPES:
-        dtype = "floating-point numbers" if code in (6, 7) else "of an unknown type"
-        raise unfit(path, f"its dtype code {code} means that the ids are {dtype}, but ids are integers")
-    right = _FIXED.size + 12 * sequences + 8 * documents
-    if len(raw) == right + sequences and sequences:
-        raise unfit(path, "it has a mode for each sequence, as files of text and images have")
-    if len(raw) != right or documents < 1:
-        raise unfit(
-            path,
-            f"its header promises {sequences} sequences and {documents} document borders, so {right} bytes, "
-            f"but it has {len(raw)}",
-        )
-    at = _FIXED.size
-    lengths = np.frombuffer(raw, "<i4", sequences, at)
-    places = np.frombuffer(raw, "<i8", sequences, at + 4 * sequences)
-    borders = np.frombuffer(raw, "<i8", documents, at + 12 * sequences)
-    if borders[0] != 0 or borders[-1] != sequences or (np.diff(borders) < 0).any():
-        raise unfit(path, f"its documents do not go from sequence 0 to sequence {sequences} in order")
-    return _DTYPES[code], lengths, places, borders

@@ -1,9 +1,8 @@
-"""Token files of other programs as training data.
+"""Finds token files of other programs, and detects their layout from their content.
 
 A source is a token file, a directory or a glob; Megatron's two files may also be named by their common name
 without a suffix. In a directory, files that end in .bin, .npy or .ds are examined, but not those in
-sub-folders; their content decides (`detect.py`); a warning names these, and documents beside them. All files
-of a source have one layout. They are read in the order of their names, one after the other.
+sub-folders; their content decides; a warning names these, and documents beside them.
 
 **Held out** is, by the first rule that matches:
 
@@ -11,51 +10,61 @@ of a source have one layout. They are read in the order of their names, one afte
    (`fineweb_val_000000.bin`); those with `test` are not used;
 2. for a file or a glob with the word `train` in its name: the files of the same name with `val` instead; a
    file with the word `val` names the same pair, if the other file exists;
-3. the last tenth of the tokens, at most 10 million, starting at the next document if one begins nearby.
+3. the last tenth of the tokens (`loading.dataset`).
 
-**The tokenizer** is the named one, or that of the files' folder; datatrove's files name theirs, and another
-is refused. Otherwise ids are their own text (`ids-N`), with the vocabulary that the layout states; or
-GPT-2's, if the largest id is its end of text, 50256. Anything else is refused, because a wrong guess would go
-unnoticed.
+| layout         | begins with                | the id between documents  | vocabulary              |
+|----------------|----------------------------|---------------------------|-------------------------|
+| llm.c          | int32 20240520 or 20240801 | precedes a document       | GPT-2's, or Llama 3's   |
+| Megatron       | its .idx with `MMIDIDX`    | follows it, if present    | not stated              |
+| datatrove      | its .ds.index and metadata | follows it, if present    | names its tokenizer     |
+| numpy (.npy)   | `\\x93NUMPY`, 1-D integers  | begins the file, or       | not stated              |
+|                |                            | follows a document        |                         |
+| bare (nanoGPT) | a token: uint16, no header | follows it                | not stated              |
 
-All files are read once, for their digest and their largest id. The result is cached, because that takes
-seconds for gigabytes. An entry is valid while path, inode, size and both modification times are unchanged
-(rsync, tar and cp -p preserve only one of them). If the cache cannot be written, only time is lost.
+Ids of another dtype without a header are refused (`_dtype_of_ids`): `numpy.save` states the dtype.
+
+modded-nanogpt's files are llm.c's. A file is bare if it has an even number of bytes, matches none of the
+other layouts, is not text, is not in a format recognised by its first bytes (compressed, parquet, pickled
+...), and its values repeat as in a text: fewer than half of them are distinct.
+
+Every file is memory-mapped; none is executed or unpickled.
 """
 
-import contextlib
 import glob
-import hashlib
-import json
 import re
+import struct
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from narrowgauge.system.errors import UserError
-from narrowgauge.system.files import cache_entry, sha256_of, user_path, write_cached
-from narrowgauge.trainer.data.cache import Progress
+from narrowgauge.system.files import user_path
+from narrowgauge.trainer.data.signatures import PICKLE, ZIP, LlmcMagic
 from narrowgauge.trainer.data.sources.paths import LINES, TABLE, file_type, visible_files, warn_of_the_rest
 from narrowgauge.trainer.data.token_files import datatrove
-from narrowgauge.trainer.data.token_files.detect import open_tokens
-from narrowgauge.trainer.data.token_files.token_file import OpenFile, check_ids, unfit
-from narrowgauge.trainer.data.token_files.token_stream import Dataset, TokenStream, as_mixture
-from narrowgauge.trainer.data.tokenization.formats import tokenizer_files
-from narrowgauge.trainer.data.tokenization.tokenizer import (
-    Tokenizer,
-    ids_tokenizer,
-    load_tokenizer,
-    make_tokenizer,
-)
+from narrowgauge.trainer.data.token_files.megatron import is_megatron_index, open_megatron
+from narrowgauge.trainer.data.token_files.token_file import HEADER_BYTES, OpenFile, open_token_file, unfit
 
 _ENDINGS = (".bin", ".npy", datatrove.SUFFIX)
 _HELD_OUT_WORDS = {"val", "valid", "validation", "eval"}
-_HELD_OUT_ONE_IN = 10
-_HELD_OUT_MOST = 10_000_000
-_NEAR = 1 << 20  # tokens in which to look for the start of a document
-_CHUNK = 1 << 22  # tokens read together
-_GPT2_SIZE = 50257
+_LLM_C = {  # and their vocabularies
+    LlmcMagic.TOKENS: ("llm.c uint16", (50257, 50256)),
+    LlmcMagic.LLAMA3_TOKENS: ("llm.c uint32", (128256, 128000)),
+}
+# gzip, zstd, bzip2, xz, zip, parquet, PNG, JPEG, PDF, ELF, HDF5, SQLite, UTF-16 of either order
+_NOT_TOKENS = (
+    *(b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh", b"\xfd7zXZ", ZIP, b"PAR1", b"\x89PNG", b"\xff\xd8\xff"),
+    *(b"%PDF", b"\x7fELF", b"\x89HDF", b"SQLite", b"\xff\xfe", b"\xfe\xff"),
+)
+_PRINTABLE = bytes([9, 10, 13, *range(32, 127)])
+_SAMPLE_BYTES = 1 << 16
+_FEW = 4096  # too few bytes to judge by repetition
+_NUMPY, _LLMQ = b"\x93NUMPY", b"BIN.TOK\n"
+_WIDE_DTYPES = ("<f8", ">f8", "<i8", ">i8", "<f4", ">f4", "<i4", ">i4")
+_MOST_ID = 1 << 21
+_ENOUGH = 16, 256  # the fewest wide ids, and the fewest of two bytes, that are not 0, to judge by
 
 Files = list[OpenFile]
 
@@ -98,42 +107,6 @@ def token_files(source: str) -> tuple[Files, Files] | None:
         raise UserError(
             f"cannot look into {source!r}: {error.strerror}; give a source that can be read"
         ) from None
-
-
-def open_token_source(
-    source: str, files: tuple[Files, Files], tokenizer: str | None, report: Progress
-) -> Dataset:
-    """Open the token files of a source, the result of `token_files`.
-
-    Without the name of a tokenizer, the one that comes with the files is used. `report` is called as bytes
-    are read.
-    """
-    opened = [*files[0], *files[1]]
-    if other := next((file for file in opened if file.layout != opened[0].layout), None):
-        raise UserError(
-            f"data source {source!r} mixes layouts: {opened[0].path} is {opened[0].layout} and {other.path} "
-            f"is {other.layout}; make two sources of it, separated by a comma"
-        )
-    statistics = [_statistics(file, report) for file in opened]
-    largest = max(one.largest for one in statistics)
-    chosen, boundaries = _tokenizer(source, opened[0], tokenizer, largest)
-    for file, one in zip(opened, statistics, strict=True):
-        if one.smallest < 0 or one.largest >= chosen.vocab_size:
-            check_ids(file.path, file.tokens, chosen.vocab_size, unfit)
-    facts = ["tokens", chosen.digest, *(one.sha256 for one in statistics), f"{len(files[1])} held out"]
-    digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()
-    streams = [_stream(part, boundaries) for part in files if part]
-    train, val = streams if len(streams) == 2 else _split_tail(streams[0])
-    return Dataset(chosen, as_mixture(train), as_mixture(val), digest)
-
-
-def vocabulary_of_files(first: OpenFile) -> int | None:
-    """The vocabulary size that comes with the first token file of a source; None if its ids decide it."""
-    if tokenizer_files(first.path.parent):
-        return load_tokenizer(first.path.parent).vocab_size
-    if first.tokenizer is not None:
-        return datatrove.checked_tokenizer(first, None).vocab_size
-    return first.vocabulary[0] if first.vocabulary else None
 
 
 def _data_of(path: Path) -> Path:
@@ -182,84 +155,120 @@ def _with_word(source: str, word: str, other: str) -> str:
     return head + slash + re.sub(rf"(?<![A-Za-z]){word}(?![A-Za-z])", other, name, count=1)
 
 
-class _Statistics(NamedTuple):
-    """The sha256 of the files that belong together, and the range of their ids."""
+def open_tokens(path: Path) -> OpenFile | None:
+    """A token file of any layout, by its first bytes, its size and its .idx; None if it does not hold tokens.
 
-    sha256: str
-    smallest: int
-    largest: int
-
-
-def _statistics(file: OpenFile, report: Progress) -> _Statistics:
-    """Statistics of the file, from the cache if possible; `report` is called as bytes are read."""
-    files = (file.path, *file.beside)
-    stats = [(path.resolve(), path.stat()) for path in files]
-    facts = [(str(p), s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for p, s in stats]
-    entry = cache_entry("surveys", *facts)
-    with contextlib.suppress(OSError, ValueError, TypeError):
-        known = _Statistics(*json.loads(entry.read_text(encoding="utf-8")))
-        if [*map(type, known)] == [str, int, int]:
-            return known
-    smallest, largest, total = 0, 0, len(file.tokens)
-    for start in range(0, total, _CHUNK):
-        chunk = np.asarray(file.tokens[start : start + _CHUNK])
-        smallest, largest = min(smallest, int(chunk.min())), max(largest, int(chunk.max()))
-        size = chunk.itemsize
-        report(f"scan {file.path.name}", (start + len(chunk)) * size, total * size, "")
-    digests = "\n".join(sha256_of(path, follow_links=True) for path in files)
-    result = _Statistics(hashlib.sha256(digests.encode()).hexdigest(), smallest, largest)
-    write_cached(entry, result)
-    return result
-
-
-def _tokenizer(
-    source: str, file: OpenFile, name: str | None, largest: int
-) -> tuple[Tokenizer, tuple[int, ...]]:
-    """The tokenizer, and the ids between documents."""
-    tokenizer, stated = None, file.vocabulary
-    if name is not None:
-        if name.startswith("bpe-"):
-            raise UserError(
-                f"data source {source!r} holds tokens, but tokenizer {name!r} would be trained on text; "
-                "name the tokenizer that they were made with, or leave data.tokenizer out"
-            )
-        tokenizer = make_tokenizer(name, [])
-    elif tokenizer_files(file.path.parent):
-        tokenizer = load_tokenizer(file.path.parent)
-    elif stated or (largest == _GPT2_SIZE - 1 and file.tokenizer is None):
-        tokenizer = ids_tokenizer(*(stated or (_GPT2_SIZE, largest)))
-    if file.tokenizer is not None and not (name or "").startswith("ids-"):
-        tokenizer = datatrove.checked_tokenizer(file, tokenizer)
-    if tokenizer is None:
-        raise UserError(
-            f"{file.path} ({file.layout}) does not state which tokenizer made it, and its largest id is "
-            f"{largest}; name one with --data.tokenizer FILE, or use the ids as they are with "
-            f"--data.tokenizer ids-{largest + 2}"
+    Raises:
+        OSError: the file cannot be read.
+    """
+    if found := datatrove.open_datatrove(path):
+        return found
+    with path.open("rb") as file:
+        head = file.read(_SAMPLE_BYTES)
+    magic = struct.unpack("<i", head[:4])[0] if len(head) >= 4 else 0
+    if magic in list(LlmcMagic):
+        if (known := LlmcMagic(magic)) not in _LLM_C:
+            raise unfit(path, f"it is llm.c's {known.kind}")
+        layout, vocabulary = _LLM_C[known]
+        ids = open_token_file(path)
+        return OpenFile(path, layout, ids, boundary_first=True, vocabulary=vocabulary)
+    if head.startswith(_LLMQ):
+        raise unfit(path, "it is llmq's, a layout that is no longer read", "save its ids with numpy.save")
+    if head.startswith(_NUMPY):
+        return _numpy_array(path)
+    index = path.with_suffix(".idx")
+    if index.is_file() and is_megatron_index(index):
+        return open_megatron(path)
+    size = path.stat().st_size
+    is_other = size == 0 or size % 2 or _is_known(path, head) or _is_text(head) or not _repeats(head)
+    if is_other or file_type(path) is not None:  # a bare layout is only a guess, so names of texts exclude it
+        return None
+    if magic and size >= HEADER_BYTES and not any(head[12:HEADER_BYTES]):
+        version, count = struct.unpack("<2i", head[4:12])
+        raise unfit(path, f"its header is unknown (magic {magic}, version {version}, {count} tokens)")
+    if dtype := _dtype_of_ids(_sample(path)):
+        raise unfit(
+            path,
+            f"its bytes look like ids of numpy's {dtype}, and ids without a header must be uint16",
+            f"save them with a header: numpy.save('ids.npy', numpy.fromfile({path.name!r}, '{dtype}')"
+            ".astype('uint32'))",
         )
-    # Llama 3 ends a document with one id, and llm.c separates documents with another.
-    of_layout = {stated[1]} if stated and stated[0] == tokenizer.vocab_size else set()
-    return tokenizer, tuple(sorted({tokenizer.end_of_document} | of_layout))
+    return OpenFile(path, "bare uint16", np.memmap(path, dtype="<u2", mode="r"))
 
 
-def _stream(files: Files, boundaries: tuple[int, ...]) -> TokenStream:
-    """The stream of the files, one after the other."""
-    starts, offset = [], 0
-    for file in files:
-        if file.starts is not None:
-            starts.append(file.starts + offset)
-        offset += len(file.tokens)
-    first = files[0].boundary_first
-    return TokenStream(
-        tuple(file.tokens for file in files),
-        boundaries,
-        int(files[0].tokens[0]) in boundaries if first is None else first,
-        starts=np.concatenate(starts) if starts else None,
-    )
+def _is_known(path: Path, head: bytes) -> bool:
+    """Whether the file is in another format; a pickle may begin like tokens, but ends in a dot."""
+    if head.startswith(PICKLE):
+        with path.open("rb") as file:
+            file.seek(-1, 2)
+            return file.read() == b"."
+    return head.startswith(_NOT_TOKENS)
 
 
-def _split_tail(stream: TokenStream) -> tuple[TokenStream, TokenStream]:
-    """The stream without its tail, and the tail, which is held out."""
-    size = len(stream)
-    cut = size - min(size // _HELD_OUT_ONE_IN, _HELD_OUT_MOST)
-    cut = stream.next_start(cut, min(_NEAR, (size - cut) // 2))
-    return stream.substream(0, cut), stream.substream(cut, size)
+def _is_text(head: bytes) -> bool:
+    """Whether the bytes are text, even with stray control characters or in an old 8-bit encoding."""
+    if len(head.translate(None, _PRINTABLE)) < len(head) / 5:
+        return True
+    controls = sum(byte < 9 for byte in head)
+    valid = head.decode("utf-8", "ignore").encode("utf-8")  # the last character may be incomplete
+    return controls < len(head) / 100 and len(valid) > len(head) - 4
+
+
+def _repeats(head: bytes) -> bool:
+    """Whether few of the values are distinct, as in tokens of text and not in compressed bytes."""
+    if len(head) < _FEW:
+        return True
+    numbers: NDArray[Any] = np.frombuffer(head[: len(head) // 2 * 2], "<u2")
+    return len(np.unique(numbers)) < len(numbers) / 2
+
+
+def _numpy_array(path: Path) -> OpenFile | None:
+    """The ids of a .npy file; None if it holds another kind of array. Nothing is unpickled."""
+    try:
+        array: NDArray[Any] = np.load(path, mmap_mode="r")  # by default it refuses pickles
+    except ValueError as error:  # cut, or an array of Python objects
+        raise unfit(path, f"numpy cannot map it ({error})") from None
+    has_ids = array.ndim == 1 and array.dtype.kind in "iu" and len(array)
+    return OpenFile(path, "numpy", array, boundary_first=None) if has_ids else None
+
+
+def _sample(path: Path) -> bytes:
+    """Eight parts from all over a file, which may begin with thousands of equal ids."""
+    data, part = np.memmap(path, dtype=np.uint8, mode="r"), _SAMPLE_BYTES // 8
+    if len(data) <= _SAMPLE_BYTES:
+        return data.tobytes()
+    step = (len(data) - part) // 7 // 8 * 8
+    return b"".join(data[i * step : i * step + part].tobytes() for i in range(8))
+
+
+def _dtype_of_ids(sample: bytes) -> str | None:
+    """The numpy dtype whose ids the bytes are more likely than uint16's; None if they are uint16's.
+
+    Read as the right dtype, they are whole numbers of a vocabulary, many of them not 0, which two uint16 ids
+    side by side almost never are. Of uint16, the upper bytes vary less than the lower ones; in the other byte
+    order it is the other way round, and bytes that are ids themselves vary alike at odd and even places.
+    """
+    for dtype in _WIDE_DTYPES:
+        size = np.dtype(dtype).itemsize
+        if _are_wide_ids(np.frombuffer(sample[: len(sample) // size * size], dtype)):
+            return dtype.removeprefix("<")
+    numbers: NDArray[Any] = np.frombuffer(sample[: len(sample) // 2 * 2], "<u2")
+    numbers = numbers[numbers != 0]  # not padding
+    if len(numbers) < _ENOUGH[1]:
+        return None
+    # The share of each value among the bytes.
+    low, high = (np.bincount(byte, minlength=256) / len(numbers) for byte in (numbers & 255, numbers >> 8))
+    if low[0] == 1 or low @ low > 1.5 * (high @ high):
+        return ">u2"
+    return "u1" if low @ high > 0.97 * np.sqrt((low @ low) * (high @ high)) else None
+
+
+def _are_wide_ids(values: NDArray[Any]) -> bool:
+    with np.errstate(invalid="ignore"):
+        numbers = values.astype(np.float64)
+        if not (np.abs(numbers) < _MOST_ID).all() or (numbers % 1 != 0).any():
+            return False
+    ids = np.abs(numbers.astype(np.int64))
+    # Two small ids, such as letters, are a number beyond 65535; an id that is, in a text, rarely ends so.
+    is_plain = ids.max(initial=0) < 1 << 16 or (ids % (1 << 16) >= 32).mean() > 0.5
+    return bool(is_plain and np.count_nonzero(ids) >= _ENOUGH[0])
