@@ -5,16 +5,8 @@ import importlib.resources
 import pytest
 
 from narrowgauge.quantization import make_cast
-from narrowgauge.recipes import (
-    ATTENTION_PLACES,
-    GEMM_PLACES,
-    PLACES,
-    Rule,
-    load_recipe,
-    parse_recipe,
-    recipe,
-    recipe_names,
-)
+from narrowgauge.recipes import Rule, load_recipe, parse_recipe, recipe, recipe_names
+from narrowgauge.recipes.places import ATTENTION_PLACES, GEMM_PLACES, PLACES
 from narrowgauge.system.errors import UserError
 from narrowgauge.trainer.training.config.config import make_config
 from narrowgauge.trainer.training.config.diff import trajectory

@@ -104,29 +104,21 @@ def _six(x: Any, dy: Any, w: Any, wgrad_x: Any = None, wgrad_dy: Any = None) -> 
 @table
 def own_recipes() -> Iterator[Entry]:
     """All recipes but `delayed_scaling`, with Megatron's fields for those that it names."""
+    block = {"element": "e4m3", "block": 128, "power_of_two": True}
     for word, dy, mx_dy in (("HYBRID", "e5m2", "mxfp8-e5m2"), ("E4M3", "e4m3", "mxfp8")):
-        block, square = {"block": 128, "power_of_two": True}, {"block": [128, 128], "power_of_two": True}
-        of_dy, e4m3 = {"element": dy} | block, {"element": "e4m3"}
-        square_mx = {"cast": "mxfp8", "block": [32, 32]}
         fp8 = f"fp8_format=Format.{word}"
-        exact = "use_power_2_scales=False, fp8_gemm_fprop=MMParams(use_split_accumulator=True)"
+        exact = f"{fp8}, use_power_2_scales=False, fp8_gemm_fprop=MMParams(use_split_accumulator=True)"
+        in_blocks = _six(block, block | {"element": dy}, block | {"block": [128, 128]})
+        square = _six("mxfp8", mx_dy, {"cast": "mxfp8", "block": [32, 32]})
         for name, text, casts in (
-            ("tensorwise", f"Float8CurrentScaling({fp8}, {exact})", _six("e4m3", dy, "e4m3")),
-            (
-                "blockwise",
-                f"Float8BlockScaling({fp8}, use_f32_scales=False)",
-                _six(e4m3 | block, of_dy, e4m3 | square),
-            ),
+            ("tensorwise", f"Float8CurrentScaling({exact})", _six("e4m3", dy, "e4m3")),
+            ("blockwise", f"Float8BlockScaling({fp8}, use_f32_scales=False)", in_blocks),
             (
                 "mxfp8",
                 f"MXFP8BlockScaling({fp8}, enable_2d_quantization=False)",
                 _six("mxfp8", mx_dy, "mxfp8"),
             ),
-            (
-                "",
-                f"MXFP8BlockScaling({fp8}, enable_2d_quantization=True)",
-                _six("mxfp8", mx_dy, square_mx),
-            ),
+            ("", f"MXFP8BlockScaling({fp8}, enable_2d_quantization=True)", square),
         ):
             fields = {"fp8_quantization_recipe": name, "fp8_format": word.lower()} if name else {}
             yield Entry(text, casts, fields)
@@ -159,45 +151,38 @@ def delayed_scaling(word: str, history: int, algorithm: str, margin: int) -> Ent
 def quantizers(compute: str) -> Iterator[Entry]:
     """All configurations of its quantizers; `compute` is the format of unquantized tensors."""
     yield Entry("IdentityQuantizer()", dict.fromkeys(GEMM_PLACES, make_cast(compute)))
-    yield from _fp8_quantizers()
+    for element, powers in product(("e4m3", "e5m2"), (False, True)):
+        dtype, keys = f"DType.kFloat8{element.upper()}", {"element": element, "power_of_two": powers}
+        options = f'device="cuda", force_pow_2_scales={powers}, amax_epsilon=0.0'
+        yield _quantizer(f"Float8CurrentScalingQuantizer({dtype}, {options})", "", keys)
+        options = f"rowwise=True, columnwise=True, amax_epsilon=0.0, force_pow_2_scales={powers}"
+        for dim, block, tensor in ((1, 128, ""), (2, [128, 128], "weight")):
+            text = f"Float8BlockQuantizer({dtype}, {options}, block_scaling_dim={dim})"
+            yield _quantizer(text, tensor, keys | {"block": block})
+    mx, square = "MXFP8Quantizer(DType.kFloat8", {"cast": "mxfp8", "block": [32, 32]}
+    yield _quantizer(f"{mx}E4M3)", "", "mxfp8")
+    yield _quantizer(f"{mx}E5M2)", "", "mxfp8-e5m2")
+    yield _quantizer(f"{mx}E4M3, with_2d_quantization=True)", "weight", square)
     yield from _nvfp4_quantizers()
 
 
-def _quantizer(text: str, value: Any, column: Mapping[str, Any] | None = None, tensor: str = "") -> Entry:
-    """A quantizer of a tensor, or of all; `column` has the keys of its columnwise cast beside the others."""
+def _quantizer(text: str, tensor: str, value: Any, column: Mapping[str, Any] | None = None) -> Entry:
+    """A quantizer of a tensor, "" for all; `column` has more keys of its columnwise cast."""
     row = make_cast(value)
     second = make_cast(value | column) if column else row
     pairs = [TENSORS[tensor]] if tensor else TENSORS.values()
     return Entry(text, {place: c for pair in pairs for place, c in zip(pair, (row, second), strict=True)})
 
 
-def _fp8_quantizers() -> Iterator[Entry]:
-    for element, powers in product(("e4m3", "e5m2"), (False, True)):
-        dtype, keys = f"DType.kFloat8{element.upper()}", {"element": element, "power_of_two": powers}
-        options = f'device="cuda", force_pow_2_scales={powers}, amax_epsilon=0.0'
-        yield _quantizer(f"Float8CurrentScalingQuantizer({dtype}, {options})", keys)
-        for dim, block, tensor in ((1, 128, ""), (2, [128, 128], "weight")):
-            options = "rowwise=True, columnwise=True, amax_epsilon=0.0, "
-            options += f"force_pow_2_scales={powers}, block_scaling_dim={dim}"
-            yield _quantizer(
-                f"Float8BlockQuantizer({dtype}, {options})", keys | {"block": block}, tensor=tensor
-            )
-    mx, square = "MXFP8Quantizer(DType.kFloat8", {"cast": "mxfp8", "block": [32, 32]}
-    yield _quantizer(f"{mx}E4M3)", "mxfp8")
-    yield _quantizer(f"{mx}E5M2)", "mxfp8-e5m2")
-    yield _quantizer(f"{mx}E4M3, with_2d_quantization=True)", square, tensor="weight")
-
-
 def _nvfp4_quantizers() -> Iterator[Entry]:
-    def quantizer(
-        tensor: str, options: str, transform: Mapping[str, Any] | None = None, **keys: Any
-    ) -> Entry:
-        text = f"NVFP4Quantizer(DType.kFloat4E2M1{options})"
-        return _quantizer(text, {"cast": "nvfp4", **keys}, transform, tensor)
+    def quantizer(tensor: str, options: str, column: Mapping[str, Any] | None = None, **keys: Any) -> Entry:
+        return _quantizer(
+            f"NVFP4Quantizer(DType.kFloat4E2M1{options})", tensor, {"cast": "nvfp4", **keys}, column
+        )
 
-    rounded = ", stochastic_rounding=True"
+    rounded, is_square = ", stochastic_rounding=True", ", with_2d_quantization=True"
     yield quantizer("", "")
-    yield quantizer("weight", ", with_2d_quantization=True", cast="nvfp4-2d")
+    yield quantizer("weight", is_square, cast="nvfp4-2d")
     yield quantizer("grad_output", rounded, rounding="stochastic")
     for random in (True, False):
         transform = {"hadamard": 16} | ({} if random else {"signs": [1] * 16})
@@ -205,15 +190,13 @@ def _nvfp4_quantizers() -> Iterator[Entry]:
         yield quantizer("input", rht, transform)
         yield quantizer("grad_output", rht, transform)
         yield quantizer("grad_output", f"{rht}{rounded}", transform, rounding="stochastic")
-    for choose, target, is_2d in product(("mae", "mse"), (256, 448), (False, True)):
+    for choose, target in product(("mae", "mse"), (256, 448)):
         keys: dict[str, Any] = {"candidates": [6, 4], "choose": choose}
         keys |= {"scale_target": 448} if target == 448 else {}
         options = f", nvfp4_use_4over6=True, nvfp4_e4m3_max={target}, "
         options += f'nvfp4_4over6_err_mode="{choose.upper()}"'
-        if is_2d:
-            yield quantizer("weight", f"{options}, with_2d_quantization=True", cast="nvfp4-2d", **keys)
-        else:
-            yield quantizer("", options, **keys)
+        yield quantizer("", options, **keys)
+        yield quantizer("weight", f"{options}{is_square}", cast="nvfp4-2d", **keys)
     rows = make_cast({"cast": "nvfp4", "tensor_scale": "row"})
     text = "NVFP4Quantizer(DType.kFloat4E2M1, columnwise=False, row_scaled_nvfp4=True)"
     yield Entry(text, {"fprop.x": rows})

@@ -34,7 +34,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from narrowgauge.nn import Gauges, Stepped
 from narrowgauge.nn.gauges import LayerGauge, means
 from narrowgauge.nn.observer import Observation
-from narrowgauge.recipes import GAUGED_PLACES
+from narrowgauge.recipes.places import GAUGED_PLACES
 from narrowgauge.system.errors import UserError, checked
 from narrowgauge.system.files import write_whole
 from narrowgauge.system.result import Result, Row, text_table

@@ -21,8 +21,8 @@ from math import prod
 from narrowgauge.distributed.dims import ParallelDims
 from narrowgauge.quantization import Cast
 from narrowgauge.quantization.state.parameter_state import SMALLEST_NARROW
-from narrowgauge.recipes import DIMENSIONS, Recipe
-from narrowgauge.recipes.resolve import operands_of
+from narrowgauge.recipes import Recipe
+from narrowgauge.recipes.resolve import DIMENSIONS, operands_of
 from narrowgauge.system.errors import UserError
 from narrowgauge.trainer.distributed.parallel.tensor_parallel import COLUMN_SHARDED, row_sizes
 from narrowgauge.trainer.models import ModelConfig

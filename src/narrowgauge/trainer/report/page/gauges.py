@@ -21,7 +21,7 @@ from typing import Any
 
 from narrowgauge.formats import format, format_names
 from narrowgauge.quantization.gauges.bins import bins_of
-from narrowgauge.recipes import GAUGED_PLACES
+from narrowgauge.recipes.places import GAUGED_PLACES
 from narrowgauge.trainer.report.page.curves import round_digits, thin
 from narrowgauge.trainer.report.page.html import Table
 from narrowgauge.trainer.report.read.records import as_float
