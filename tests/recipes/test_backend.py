@@ -59,54 +59,51 @@ BY_LAYERS = (
 BLOCKS_OF_E5M2 = (
     'fprop = "{0}"\nwgrad = "{0}"\ndgrad = {{dy = {{cast = "{0}", element = "e5m2"}}, w = "{0}"}}'
 )
-#: (a recipe or its text, device, requested backend): the backend and its reason, up to what follows.
+A100, CAPABILITY = nvidia(8, 0), "which takes compute capability"
+#: (a recipe or its text, device): the backend and its reason, up to what follows.
 REASONS = [
-    ("bf16", H200, "auto", "native", "torch multiplies bf16 itself"),
-    ("fp8", CPU, "auto", "emulated", "a CPU has no narrow matrix units; the same numbers in bf16 GEMMs"),
-    ("fp8", H200, "emulated", "emulated", "asked for; the same numbers in bf16 GEMMs"),
-    ("fp8", H200, "auto", "native", "compute capability 9.0 multiplies FP8 with a scale per tensor"),
+    ("bf16", H200, "native", "torch multiplies bf16 itself"),
+    ("fp16", nvidia(7, 0), "native", "torch multiplies fp16 itself"),
+    ("fp8", CPU, "emulated", "a CPU has no narrow matrix units; the same numbers in bf16 GEMMs"),
+    ("fp8", H200, "native", "compute capability 9.0 multiplies FP8 with a scale per tensor"),
+    ("fp8", A100, "emulated", f"fprop needs FP8 with a scale per tensor, {CAPABILITY} 8.9 or later; this is"),
     (
-        *("fp8", nvidia(8, 6), "auto", "emulated"),
-        "fprop needs FP8 with a scale per tensor, which takes compute capability 8.9 or later; this is",
-    ),
-    (
-        *("fp8-block", nvidia(9, 0, cuda=(12, 8)), "auto", "emulated"),
-        "fprop needs FP8 in blocks of 128, which takes CUDA 12.9 or later; this is compute capability",
-    ),
-    (
-        *("fp8-block", nvidia(10, 0), "auto", "emulated"),
-        "fprop needs FP8 in blocks of 128, which takes compute capability 9.0; this is compute",
-    ),
-    ("mxfp4", nvidia(10, 0), "auto", "emulated", "fprop multiplies mxfp4, which torch does on no device; "),
-    (
-        *("fp8", Device(maker="amd", architecture="gfx942"), "auto", "emulated"),
-        "fprop needs FP8 with a scale per tensor, which takes gfx950; this is gfx942; the same numbers",
-    ),
-    # two operands of a product, in e5m2, in blocks of it, or one of them alone
-    (f'{E4M3}[wgrad]\nx = "e4m3"', H200, "auto", "emulated", "wgrad "),
-    (f'{E4M3}[wgrad]\nx = "e5m2"\ndy = "e5m2"', H200, "auto", "emulated", "wgrad multiplies e5m2"),
-    (BLOCKS_OF_E5M2.format("mxfp8"), nvidia(10, 0), "auto", "emulated", "dgrad multiplies "),
-    (BLOCKS_OF_E5M2.format("fp8-1x128"), H200, "auto", "emulated", "dgrad multiplies "),
-    (
-        'compute = "fp32"\nfprop = "e4m3"',
-        H200,
-        "auto",
+        "fp8",
+        amd("gfx942"),
         "emulated",
-        "native GEMMs return bf16, and this recipe",
+        "fprop needs FP8 with a scale per tensor, which takes gfx950; this is",
     ),
+    (
+        "fp8-block",
+        nvidia(9, 0, (12, 8)),
+        "emulated",
+        "fprop needs FP8 in blocks of 128, which takes CUDA 12.9",
+    ),
+    ("fp8-block", nvidia(10, 0), "emulated", f"fprop needs FP8 in blocks of 128, {CAPABILITY} 9.0; this is"),
+    ("mxfp4", nvidia(10, 0), "emulated", "fprop multiplies mxfp4, which torch does on no device; "),
+    # two operands of a product, in e5m2, in blocks of it, or one of them alone
+    (f'{E4M3}[wgrad]\nx = "e4m3"', H200, "emulated", "wgrad "),
+    (f'{E4M3}[wgrad]\nx = "e5m2"\ndy = "e5m2"', H200, "emulated", "wgrad multiplies e5m2"),
+    (BLOCKS_OF_E5M2.format("mxfp8"), nvidia(10, 0), "emulated", "dgrad multiplies "),
+    (BLOCKS_OF_E5M2.format("fp8-1x128"), H200, "emulated", "dgrad multiplies "),
+    ('compute = "fp32"\nfprop = "e4m3"', H200, "emulated", "native GEMMs return bf16, and this recipe"),
     # rules count, and those of a layer that two select add up
-    (E4M3, H200, "auto", "native", ""),
-    (f'{E4M3}[[rule]]\nfrom_step = 5\nfprop = "mxfp4"\n', H200, "auto", "emulated", "fprop multiplies mxfp4"),
-    (BY_LAYERS, H200, "auto", "emulated", "fprop multiplies e5m2"),
-    # matrix units for bf16 came with Ampere and CDNA; before, fp16 is what trains fast
-    ("fp16", nvidia(7, 0), "auto", "native", "torch multiplies fp16 itself"),
+    (E4M3, H200, "native", ""),
+    (f'{E4M3}[[rule]]\nfrom_step = 5\nfprop = "mxfp4"\n', H200, "emulated", "fprop multiplies mxfp4"),
+    (BY_LAYERS, H200, "emulated", "fprop multiplies e5m2"),
 ]
 
 
-@pytest.mark.parametrize(("name", "device", "requested", "backend", "reason"), REASONS)
-def test_a_backend_is_chosen_and_says_why(name, device, requested, backend, reason):
-    found = choose_backend(parse_recipe(name, "mine") if "=" in name else recipe(name), device, requested)
+@pytest.mark.parametrize(("name", "device", "backend", "reason"), REASONS)
+def test_a_backend_is_chosen_and_says_why(name, device, backend, reason):
+    ours = parse_recipe(name, "mine") if "=" in name else recipe(name)
+    found = choose_backend(ours, device)
     assert (found.name, found.reason[: len(reason)]) == (backend, reason)
+    asked = choose_backend(ours, device, "emulated")
+    assert asked.name == ("native" if backend == "native" and not ours.is_narrow else "emulated")
+    assert (
+        backend == "emulated" or not ours.is_narrow or asked.reason.startswith("asked for; the same numbers")
+    )
 
 
 @pytest.mark.parametrize("name", ["p100", "v100", "t4", "rtx2080ti", "mi50"])

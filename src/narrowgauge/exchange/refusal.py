@@ -19,6 +19,7 @@ from narrowgauge.recipes.describe import (
 )
 from narrowgauge.recipes.places import GEMM_PLACES, GEMMS, GROUPS, Rule
 from narrowgauge.recipes.recipe import Recipe
+from narrowgauge.recipes.recipe_rules import reuses
 from narrowgauge.system.errors import UserError
 from narrowgauge.system.toml_text import toml_value
 
@@ -57,11 +58,8 @@ def outside_products(recipe: Recipe, target: str) -> list[Refusal]:
         if key not in _HANDLED and not key.startswith("rule ")
         if value not in (plain.get(key, recipe.compute), NONE)
     ]
-    x, saved = recipe.casts["wgrad.x"], recipe.saved
-    # The same operand from the values of fprop.x as from the input: the same cast, on no axis.
-    is_same = x.of == "fprop.x" or (x == recipe.casts["fprop.x"] and x.ignores_axis and not x.is_random)
-    if isinstance(saved, Cast) or (saved == "operand" and not is_same):
-        why = f"saved = {cast_text(saved)}, but {target} makes wgrad.x of the input itself"
+    if recipe.saved != "input" and not reuses("wgrad.x", recipe.casts, recipe.saved):
+        why = f"saved = {cast_text(recipe.saved)}, but {target} makes wgrad.x of the input itself"
         found.append(Refusal("saved", "saved", why))
     return found + _other_rules(recipe, target)
 

@@ -193,18 +193,25 @@ def products_on(recipe: Recipe, device: Device) -> list[Product]:
 
 
 def _product(gemm: str, a: Cast, b: Cast, device: Device, compute: str) -> Product:
-    first, second = GROUPS[gemm]
-    places, scheme = (first, second), None
+    schemes = [scheme for scheme in SCHEMES if scheme.is_of(a, b)]
+    found = next((scheme.words for scheme in schemes if not scheme.needs(device)), "")
+    obstacle = ""
     if a == b and not a.is_scaled and not a.function:
         obstacle = _lacks_units(a.name, device)
-    else:
-        scheme = next((s for s in SCHEMES if s.is_of(a, b) and not s.needs(device)), None)
-        obstacle = "" if scheme is not None else _obstacle(gemm, a, b, device)
+    elif device.maker == "cpu":
+        obstacle = "a CPU has no narrow matrix units"
+    elif not schemes:
+        names = a.name if a.name == b.name else f"{a.name} by {b.name}"
+        obstacle = f"{gemm} multiplies {names}, which torch does on no device"
+    elif not found:
+        lacks = f"{schemes[0].words}, which takes {schemes[0].needs(device)}"
+        obstacle = f"{gemm} needs {lacks}; {_described(device)}"
+    first, second = GROUPS[gemm]
     x, w = (
         implementation_on(cast, device, compute == "bf16" and place in ROW_PLACES)
-        for place, cast in zip(places, (a, b), strict=True)
+        for place, cast in ((first, a), (second, b))
     )
-    return Product(gemm, places, (a, b), "" if scheme is None else scheme.words, obstacle, (x, w))
+    return Product(gemm, (first, second), (a, b), found, obstacle, (x, w))
 
 
 def _products_of_attention(recipe: Recipe, device: Device) -> list[Product]:
@@ -222,17 +229,6 @@ def _products_of_attention(recipe: Recipe, device: Device) -> list[Product]:
                 obstacle = "a CPU has no narrow matrix units"
             products.append(Product(product, places, (a, b), "", obstacle))
     return products
-
-
-def _obstacle(gemm: str, a: Cast, b: Cast, device: Device) -> str:
-    """Why a GEMM is not native on a device."""
-    if device.maker == "cpu":
-        return "a CPU has no narrow matrix units"
-    schemes = [s for s in SCHEMES if s.is_of(a, b)]
-    if not schemes:
-        names = a.name if a.name == b.name else f"{a.name} by {b.name}"
-        return f"{gemm} multiplies {names}, which torch does on no device"
-    return f"{gemm} needs {schemes[0].words}, which takes {schemes[0].needs(device)}; {_described(device)}"
 
 
 def _described(device: Device) -> str:

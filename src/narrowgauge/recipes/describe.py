@@ -3,7 +3,7 @@
 The facts are read from the fields of `Recipe` and `Cast`, so a new field appears automatically.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -75,17 +75,13 @@ def recipe_facts(recipe: Recipe) -> dict[str, str]:
     own = {f.name: getattr(recipe, f.name) for f in fields(recipe) if f.name not in _WRITTEN_APART}
     found = {**own, **recipe.places}
     order = (name for name in dict.fromkeys((*_FIRST, *found)) if name in found)
-    return {name: _text(found[name]) for name in order} | _rule_facts(recipe, recipe.rules)
+    return {name: _text(found[name]) for name in order} | _rule_facts(recipe)
 
 
 def _text(value: Any) -> str:
     if isinstance(value, tuple):
         return ", ".join(map(str, value)) or NONE
     return str(value) if isinstance(value, int | float) else cast_text(value)
-
-
-# Fields of a rule that are reported under other names.
-_PLACES_OF_RULES = ("places", "keeps_state")
 
 
 def is_wide_rule(rule: Rule, recipe: Recipe) -> bool:
@@ -101,19 +97,16 @@ def wide_and_other_rules(recipe: Recipe) -> tuple[list[Rule], list[Rule]]:
     return wide, [rule for rule in recipe.rules if not is_wide_rule(rule, recipe)]
 
 
-def _rule_facts(recipe: Recipe, rules: Sequence[Rule]) -> dict[str, str]:
+def _rule_facts(recipe: Recipe) -> dict[str, str]:
     facts, number = {}, 0
-    for rule in rules:
+    for rule in recipe.rules:
+        set_keys = [f.name for f in fields(rule) if getattr(rule, f.name) != f.default]
         said = {
-            f.name: getattr(rule, f.name)
-            for f in fields(rule)
-            if f.name not in _PLACES_OF_RULES and getattr(rule, f.name) != f.default
+            key.removesuffix("_decay"): "decay" if key.endswith("_decay") else _text(getattr(rule, key))
+            for key in set_keys
+            if key not in ("places", "keeps_state")
         }
-        clocks = {
-            k: (k.partition("_")[0], "decay") for k in ("from_decay", "until_decay") if said.pop(k, False)
-        }
-        said |= dict(clocks.values())
-        where = ", ".join(f"{k} = {_text(v)}" for k, v in said.items()) or "every layer"
+        where = ", ".join(f"{key} = {value}" for key, value in said.items()) or "every layer"
         if rule.keeps_state and is_wide_rule(rule, recipe):
             facts["keep"] = where.replace("modules = ", "")
             continue

@@ -225,32 +225,29 @@ RecipeLike = str | Path | Mapping[str, Any] | Recipe
 
 
 def _text(table: Mapping[str, Any]) -> str:
-    """A recipe's table as TOML, a line for each key."""
+    """A recipe's table as TOML, a line for each key; with the registered formats that it names."""
     nested: dict[str, Any] = {}
-    names: set[str] = set()
     for key, value in table.items():
         outer, _, inner = str(key).partition(".")
         if inner and not isinstance(of_outer := nested.setdefault(outer, {}), dict):
             raise UserError(f"recipe: {key!r} and {outer} = {of_outer!r}; give {outer} one value or a table")
-        (nested[outer] if inner else nested)[inner or outer] = _plain(value, key, names)
-    facts = {fmt.name: format_facts(fmt) for fmt in own_formats() if fmt.name in names}
-    if facts:
+        (nested[outer] if inner else nested)[inner or outer] = _plain(value, key)
+    text = toml_value(nested)
+    if facts := {fmt.name: format_facts(fmt) for fmt in own_formats() if f'"{fmt.name}"' in text}:
         nested["format"] = {**facts, **nested.get("format", {})}
     return "".join(f"{toml_key(key)} = {toml_value(value)}\n" for key, value in nested.items())
 
 
-def _plain(value: Any, key: str, names: set[str]) -> Any:
-    """A value of a dictionary as TOML has it; collects all text in it in `names`."""
+def _plain(value: Any, key: str) -> Any:
+    """A value of a dictionary as TOML has it."""
     if isinstance(value, Format):
-        value = value.name if value.bits > 8 else {"element": value.name}
+        return value.name if value.bits > 8 else {"element": value.name}
     if isinstance(value, Mapping):
-        return {str(k): _plain(v, f"{key}.{k}", names) for k, v in value.items() if v is not None}
+        return {str(k): _plain(v, f"{key}.{k}") for k, v in value.items() if v is not None}
     if isinstance(value, list | tuple):
-        return [_plain(one, key, names) for one in value]
+        return [_plain(one, key) for one in value]
     if not isinstance(value, str | int | float):
         raise UserError(
             f"recipe: {key} = {value!r}, but a value is text, a number, true or false, or a table"
         )
-    if isinstance(value, str):
-        names.add(value)
     return value
