@@ -180,12 +180,8 @@ NO_OPERANDS = {
     '[[rule]]\nmodules=["*.down"]\nfprop="bf16"': "rule",
     '[[rule]]\nmodules=["*.down"]\nm="bf16"': "rule",
     '[[rule]]\nmodules=["*.0"]\nattention="e4m3"': "rule",
-    **{
-        'm="bf16"': "m",
-        'saved="e5m2"': "saved",
-        'stream="bf16"': "stream",
-        'attention="e4m3"': "attention.q",
-    },
+    **{'m="bf16"': "m", 'saved="e5m2"': "saved", 'stream="bf16"': "stream"},
+    'attention="e4m3"': "attention.q",
 }
 
 

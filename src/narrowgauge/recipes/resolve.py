@@ -234,35 +234,25 @@ def kept_text(plan: ModelPlan) -> str:
 
 def _grouped(layers: Sequence[str], blocks: Sequence[str], everything: Sequence[str]) -> str:
     """Names on one line: whole blocks, then layers; many of one kind with `*` in place of their numbers."""
-    chosen, runs, rest = set(layers), list[list[str]](), []
-    inside = _by_block(everything, blocks)
-    before = -2
+    left, runs, before = set(layers), list[list[str]](), -2
     for number, block in enumerate(blocks):
-        if inside[block] and chosen.issuperset(inside[block]):
-            same_stack = runs and runs[-1][0].rpartition(".")[0] == block.rpartition(".")[0]
-            if same_stack and number == before + 1:
-                runs[-1].append(block)
-            else:
-                runs.append([block])
-            before = number
-            chosen.difference_update(inside[block])
-    whole = [f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(run) for run in runs]
+        inside = {name for name in everything if name.startswith(f"{block}.")}
+        if not inside or not inside <= left:
+            continue
+        left -= inside
+        same_stack = runs and runs[-1][0].rpartition(".")[0] == block.rpartition(".")[0]
+        if same_stack and number == before + 1:
+            runs[-1].append(block)
+        else:
+            runs.append([block])
+        before = number
+    words = [f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(run) for run in runs]
     kinds: dict[str, list[str]] = {}
-    for name in (name for name in layers if name in chosen):
+    for name in (name for name in layers if name in left):
         kinds.setdefault(".".join("*" if w.isdecimal() else w for w in name.split(".")), []).append(name)
     for kind, names in kinds.items():
-        rest += names if len(names) <= _LISTED else [f"{kind} ({len(names)} layers)"]
-    return ", ".join([*whole, *rest])
-
-
-def _by_block(names: Sequence[str], blocks: Sequence[str]) -> dict[str, list[str]]:
-    """The layers of each block."""
-    found: dict[str, list[str]] = {block: [] for block in blocks}
-    for name in names:
-        words = name.split(".")
-        for end in range(1, len(words)):
-            found.get(".".join(words[:end]), []).append(name)
-    return found
+        words += names if len(names) <= _LISTED else [f"{kind} ({len(names)} layers)"]
+    return ", ".join(words)
 
 
 def cut_blocks(plan: ModelPlan, tokens: int = 0) -> list[str]:
