@@ -20,7 +20,6 @@ from typing import Any
 from narrowgauge.exchange.reading import Call, Entry, PythonFile, Reading, python_text, signatures, table
 from narrowgauge.exchange.refusal import OF_GEMM, Refusal, kept, unlike
 from narrowgauge.quantization import Cast, make_cast
-from narrowgauge.recipes.describe import wide_and_other_rules
 from narrowgauge.recipes.places import GEMM_PLACES, SEEN_BEFORE, values_of
 from narrowgauge.recipes.recipe import Recipe
 from narrowgauge.system.errors import UserError
@@ -307,11 +306,10 @@ _MODULES = {
 def notes(recipe: Recipe) -> list[str]:
     """How the values of TransformerEngine differ, and what its user must do."""
     blocks = "Blocks are counted in the model that wide_layers is given: under pipelining, the whole one."
-    has_blocks = bool(wide_and_other_rules(recipe)[0] and any(kept(recipe)[1:]))
     return [
         "Use it as te.autocast(recipe=RECIPE) around the layers that are not in wide_layers(model).",
         *notes_of_values(recipe),
-        *([blocks] if has_blocks else []),
+        *([blocks] if any(kept(recipe)[1:]) else []),
     ]
 
 

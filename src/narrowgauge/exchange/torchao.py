@@ -59,13 +59,6 @@ MXFP8TrainingOpConfig(
 """)
 #: Those that change no values.
 _NO_VALUES = ("kernel_preference", "out_dtype", "pad_token_groups_for_grouped_mm")
-_ROW = {"element": "e4m3", "block": "row", "power_of_two": True}
-#: Float8LinearConfig.from_recipe_name: the casts of each name in the order of `GEMM_PLACES`.
-NAMED: Mapping[str, tuple[Any, ...]] = {
-    "tensorwise": ("e4m3", "e4m3", "e5m2", "e4m3", "e5m2", "e4m3"),
-    "rowwise": (_ROW,) * 6,
-    "rowwise_with_gw_hp": (*(_ROW,) * 3, {"element": "e4m3", "power_of_two": True}, "bf16", "bf16"),
-}
 _MX = """\
 MXFP8TrainingOpConfig(
     kernel_preference=KernelPreference.AUTO,
@@ -78,8 +71,14 @@ _FAST = "the output's GEMM with use_fast_accum=True: the recipe accumulates in f
 
 @table
 def named() -> Iterator[Entry]:
-    """Float8 configurations by name."""
-    for name, casts in NAMED.items():
+    """Float8 configurations by name (Float8LinearConfig.from_recipe_name), with casts as in `GEMM_PLACES`."""
+    row, tensor = ({"element": "e4m3", "block": block, "power_of_two": True} for block in ("row", "tensor"))
+    configurations: Mapping[str, tuple[Any, ...]] = {
+        "tensorwise": ("e4m3", "e4m3", "e5m2", "e4m3", "e5m2", "e4m3"),
+        "rowwise": (row,) * 6,
+        "rowwise_with_gw_hp": (row, row, row, tensor, "bf16", "bf16"),
+    }
+    for name, casts in configurations.items():
         of_places = dict(zip(GEMM_PLACES, map(make_cast, casts), strict=True))
         for argument in (f'"{name}"', f'"{name.upper()}"', f"Float8LinearRecipeName.{name.upper()}"):
             yield Entry(f"from_recipe_name({argument})", of_places)
