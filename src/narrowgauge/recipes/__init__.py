@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from narrowgauge.recipes.backend import named_device as named_device
     from narrowgauge.recipes.backend import products_on as products_on
     from narrowgauge.recipes.parse import RECIPE_KEYS as RECIPE_KEYS
-    from narrowgauge.recipes.places import ATTENTION_PRODUCTS as ATTENTION_PRODUCTS
     from narrowgauge.recipes.places import CAST_TABLE as CAST_TABLE
     from narrowgauge.recipes.places import GEMM_PLACES as GEMM_PLACES
     from narrowgauge.recipes.places import GEMMS as GEMMS
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from narrowgauge.recipes.places import matches as matches
     from narrowgauge.recipes.recipe import Recipe as Recipe
     from narrowgauge.recipes.recipe import RecipeLike as RecipeLike
+    from narrowgauge.recipes.recipe_rules import ATTENTION_PRODUCTS as ATTENTION_PRODUCTS
     from narrowgauge.recipes.registry import comment as comment
     from narrowgauge.recipes.registry import differs as differs
     from narrowgauge.recipes.registry import load_recipe as load_recipe

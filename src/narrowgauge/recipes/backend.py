@@ -28,8 +28,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from narrowgauge.quantization import Cast, make_cast
 from narrowgauge.quantization.keys import Consumer
 from narrowgauge.quantization.passes.implementations import ROW_PLACES, Implementation, implementation_on
-from narrowgauge.recipes.places import ATTENTION_PRODUCTS, GEMMS, GROUPS, is_wide
+from narrowgauge.recipes.places import GEMMS, GROUPS, is_wide
 from narrowgauge.recipes.recipe import Recipe
+from narrowgauge.recipes.recipe_rules import ATTENTION_PRODUCTS
 from narrowgauge.system.devices import Device, imagined
 from narrowgauge.system.errors import UserError, ending_with, unknown
 from narrowgauge.system.files import shipped_text

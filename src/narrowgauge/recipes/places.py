@@ -21,15 +21,6 @@ SEEN_BEFORE = {"dgrad.w": "fprop.w", "wgrad.x": "fprop.x", "wgrad.dy": "dgrad.dy
 ATTENTION = "attention"
 ATTENTION_PLACES = tuple(f"attention.{tensor}" for tensor in ("q", "k", "v", "p", "do", "ds"))
 GRADIENT_PLACES = ATTENTION_PLACES[4:]
-#: The two operands of each matmul of attention: the forward pass first.
-ATTENTION_PRODUCTS: Mapping[str, tuple[str, str]] = {
-    "q kᵀ": ("attention.q", "attention.k"),
-    "p v": ("attention.p", "attention.v"),
-    "pᵀ do": ("attention.p", "attention.do"),
-    "do vᵀ": ("attention.do", "attention.v"),
-    "ds k": ("attention.ds", "attention.k"),
-    "dsᵀ q": ("attention.ds", "attention.q"),
-}
 STREAM = "stream"
 # The storage of state, by default: of the weights of linear layers, and the moments of every large tensor.
 # "none" = no second, wider copy of a weight.

@@ -22,7 +22,6 @@ from narrowgauge.quantization import Cast
 from narrowgauge.quantization.keys import Consumer
 from narrowgauge.recipes.places import (
     ATTENTION,
-    ATTENTION_PRODUCTS,
     CHOOSES,
     FP32,
     GEMM_PLACES,
@@ -40,6 +39,15 @@ from narrowgauge.recipes.places import (
 )
 from narrowgauge.system.errors import UserError
 
+#: The two operands of each matmul of attention: the forward pass first.
+ATTENTION_PRODUCTS: Mapping[str, tuple[str, str]] = {
+    "q kᵀ": ("attention.q", "attention.k"),
+    "p v": ("attention.p", "attention.v"),
+    "pᵀ do": ("attention.p", "attention.do"),
+    "do vᵀ": ("attention.do", "attention.v"),
+    "ds k": ("attention.ds", "attention.k"),
+    "dsᵀ q": ("attention.ds", "attention.q"),
+}
 #: Why a place lacks a key: of each kind of place, and of some keys of state.
 _WHY = {
     Consumer.OPERAND: "a GEMM operand cannot have it",
