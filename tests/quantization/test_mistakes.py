@@ -68,7 +68,7 @@ MISTAKES = {
     'wgrad.dy = {cast = "nvfp4", keep_cast = "bf16"}': "only one operand of wgrad has a cast for kept",
     f'fprop.x = {{cast = "nvfp4", {KEEP}}}\nwgrad = {{cast = "nvfp4", {KEEP}}}': "channels of wgrad.x; write",
     f'saved = "operand"\nfprop.x = {{cast = "nvfp4", {KEEP}}}': "has keep_channels, so its codes are not",
-    f'saved = {{cast = "mxfp8", {KEEP}}}': "'saved': keep_cast = 'bf16', but it belongs to GEMM operands",
+    f'saved = {{cast = "mxfp8", {KEEP}}}': "'saved': keep_channels = 0.1, but it belongs to GEMM operands",
     f'm = {{cast = "mxfp8", {KEEP}}}': "'m': keep_channels = 0.1, but",
     f'reduce = {{cast = "e4m3", {KEEP}}}': "gradients are added up in",
     # state

@@ -3,6 +3,7 @@
 import dataclasses
 
 from narrowgauge.quantization import Cast
+from narrowgauge.quantization.keys import Consumer
 
 
 def unchecked(record, **changes):
@@ -15,9 +16,14 @@ def unchecked(record, **changes):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Tomorrow(Cast):
-    """Casts with a key that was added to the record, and nowhere else."""
+    """Casts with a key that is declared for no consumer."""
 
     unheard: int = 0
+    lacking = dict.fromkeys(Consumer, ("unheard",))
+
+    @classmethod
+    def defaults(cls):
+        return {**Cast.defaults(), "unheard": 0}
 
 
 def tomorrow(c: Cast) -> Tomorrow:
