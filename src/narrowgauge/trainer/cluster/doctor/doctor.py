@@ -16,7 +16,7 @@ from rich.table import Table
 
 from narrowgauge.system.errors import UserError
 from narrowgauge.system.files import cache_directory, user_path
-from narrowgauge.trainer.cluster.doctor import gpus, host, launch, network, software
+from narrowgauge.trainer.cluster.doctor import gpus, host, network, software
 from narrowgauge.trainer.cluster.doctor.facts import Facts, Given, Verdict
 from narrowgauge.trainer.cluster.doctor.torch_setup import ask_torch
 
@@ -34,9 +34,9 @@ CHECKS: dict[str, Callable[[Facts], Verdict | None]] = {
     "nccl": gpus.nccl,
     "peers": gpus.peers,
     "gpu-jobs": gpus.jobs,
-    "launcher": launch.launcher,
-    "ranks": launch.ranks,
-    "cores": launch.cores,
+    "launcher": host.launcher,
+    "ranks": host.ranks,
+    "cores": host.cores,
     "open-files": host.open_files,
     "locked-memory": host.locked_memory,
     "shared-memory": host.shared_memory,
