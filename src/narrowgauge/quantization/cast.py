@@ -18,8 +18,7 @@ from types import MappingProxyType
 from typing import Any
 
 from narrowgauge.formats import Format, format
-from narrowgauge.quantization.cast_rules import require_valid
-from narrowgauge.quantization.keys import KEYS, ROUNDED, Consumer, Keys
+from narrowgauge.quantization.keys import KEYS, ROUNDED, Consumer, Keys, require_valid
 from narrowgauge.system.once import compute_all
 
 

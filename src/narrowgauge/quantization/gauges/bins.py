@@ -15,11 +15,6 @@ class Bins(NamedTuple):
     low: int
     fine: int
 
-    @property
-    def per_octave(self) -> int:
-        """Bins per octave."""
-        return 1 << self.fine
-
 
 def bins_of(fmt: Format) -> Bins:
     """The bins that cover a format's range."""

@@ -107,7 +107,7 @@ def _gauge_parts(
     channels = kept_channels(x, cast, context)
     (rest, alone), (seen_rest, seen_alone) = split_channels(x, channels), split_channels(seen, channels)
     vector = gauge_operand(rest, seen_rest, cast.of_the_rest, axis, context)
-    seen_alone = seen_alone[tuple(slice(0, n) for n in x.shape)]  # drop the padding of a transform
+    seen_alone = seen_alone[tuple(map(slice, x.shape))]  # drop the padding of a transform
     factor = vector[_HEAD.index("factor")].float()
     sums = _sums(alone, seen_alone, None, factor, clips=False, is_same=False)
     sums[1:3] -= x.numel()  # each part has zeros in place of the other
@@ -259,10 +259,11 @@ def _counted(vector: Sequence[float], fmt: Format) -> dict[str, Any] | None:
         return None
     held = [i for i in range(1, BINS + 1) if before[i] or after[i]] or [1]
     bins, used = bins_of(fmt), slice(held[0], held[-1] + 1)
+    per_octave = 1 << bins.fine
     return {
         "element": fmt.name,
-        "per_octave": bins.per_octave,
-        "first": bins.low * bins.per_octave + held[0] - 1,
+        "per_octave": per_octave,
+        "first": bins.low * per_octave + held[0] - 1,
         "zeros": [before[0], after[0]],
         "before": before[used],
         "after": after[used],

@@ -86,7 +86,7 @@ def narrow(s: Split, result: str, dtype: torch.dtype) -> Narrowed:
     out = torch.empty(s.x.shape, dtype=dtype, device=s.x.device)
     block = torch.empty(0 if result == "stored" else s.blocks.aligned, dtype=torch.float32, device=s.x.device)
     outer = _narrow(s, result, {"out": out, "block": block if block.numel() else None})
-    return Narrowed(out, block if s.scales is None else s.scales.block, outer)
+    return out, block if s.scales is None else s.scales.block, outer
 
 
 def scales(s: Split, with_sums: bool = False) -> tuple[Scales, tuple[torch.Tensor, ...]]:
@@ -234,7 +234,7 @@ def _run(x: torch.Tensor, name: str, one: ctypes.Structure) -> None:
         return
     library = c_library()
     assert library is not None
-    call(name, one, int(library.units(ctypes.byref(one))), x.numel())
+    call(name, one, library.units(ctypes.byref(one)), x.numel())
 
 
 def _sizes(split: torch.Tensor, blocks: Blocks, is_whole: bool = False) -> dict[str, int]:
@@ -314,22 +314,17 @@ def c_library() -> ctypes.CDLL | None:
         for content in build.kept():
             copy.write_bytes(content)  # the verified bytes, whatever happens to the cached file
             if (found := build.opened(copy)) is not None:
-                return _declared(found)
+                return found
         made = build.built(Path(directory))
         found = None if made is None else build.opened(made)
         if made is None or found is None:
             return None
         with ThreadPoolExecutor(1) as other:
-            if not other.submit(_is_right, _declared(found)).result():
+            if not other.submit(_is_right, found).result():
                 return None
         build.keep(made.read_bytes())
         return found
     return None
-
-
-def _declared(found: ctypes.CDLL) -> ctypes.CDLL:
-    found.units.argtypes, found.units.restype = (ctypes.c_void_p,), ctypes.c_int64
-    return found
 
 
 def _is_right(found: ctypes.CDLL) -> bool:

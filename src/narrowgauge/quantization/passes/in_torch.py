@@ -30,13 +30,9 @@ class Split(NamedTuple):
     scales: Scales | None = None  # the scales; None are found on the way
 
 
-class Narrowed(NamedTuple):
-    """The elements of a split tensor, and the scales that they need."""
-
-    out: torch.Tensor  # the elements, in the shape of the split tensor
-    #: The scale of each block, inner dimensions kept with size 1; empty beside "stored" elements
-    block: torch.Tensor
-    outer: torch.Tensor | None  # the outer scale (`Scales.tensor`)
+#: The elements of a split tensor, in its shape; the scale of each block, inner dimensions kept with size 1,
+#: which may be empty beside "stored" elements; and the outer scale (`Scales.tensor`).
+Narrowed = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
 def amax(split: torch.Tensor, blocks: Blocks) -> torch.Tensor:
@@ -67,7 +63,7 @@ def narrow(s: Split, result: str, dtype: torch.dtype) -> Narrowed:
     are 0 in a block that is not finite.
     """
     by, _ = scales(s)
-    return Narrowed(_rounded(s, by, result, dtype), by.block, by.tensor)
+    return _rounded(s, by, result, dtype), by.block, by.tensor
 
 
 def scales(s: Split, with_sums: bool = False) -> tuple[Scales, tuple[torch.Tensor, ...]]:

@@ -26,7 +26,7 @@ static int64_t strip(const Narrow *p) {
 
 static int64_t strips(const Narrow *p) { return (p->columns + strip(p) - 1) / strip(p); }
 
-int64_t units(const Narrow *p) { return p->batch * grid_rows(p) * strips(p); }
+int units(const Narrow *p) { return (int)(p->batch * grid_rows(p) * strips(p)); }
 
 static Unit unit_of(const Narrow *p, int64_t number) {
   Unit u;

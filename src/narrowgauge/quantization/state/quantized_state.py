@@ -323,16 +323,8 @@ def code_values(name: str) -> tuple[float, ...]:
     return tuple(torch.tensor(sorted(values), dtype=torch.float32, device="cpu").tolist())
 
 
-@cache
-def _borders(name: str) -> torch.Tensor:
-    """The largest float32 for each code but the last: half way to the next value, rounded down."""
-    values = torch.tensor(code_values(name), dtype=torch.float64, device="cpu")
-    middle = (values[:-1] + values[1:]) / 2
-    border = middle.float()
-    below = torch.nextafter(border, torch.full_like(border, -torch.inf))
-    return torch.where(border.double() > middle, below, border)
-
-
 def to_codes(x: torch.Tensor, name: str) -> torch.Tensor:
     """The uint8 codes of the values nearest to a float32 tensor in [-1, 1]."""
-    return torch.bucketize(x, _borders(name).to(x.device), out_int32=True).to(torch.uint8)
+    values = torch.tensor(code_values(name), dtype=torch.float64, device=x.device)
+    middles = (values[:-1] + values[1:]) / 2  # exact, and so is the comparison
+    return torch.bucketize(x.double(), middles, out_int32=True).to(torch.uint8)
