@@ -24,7 +24,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -82,41 +82,24 @@ def kept() -> Iterator[bytes]:
                     yield content
 
 
-def built(directory: Path) -> Path | None:
-    """The library, compiled into a directory; None if that fails."""
+def compiled(library: Path) -> bool:
+    """Whether the sources could be compiled, beside the library; announced on a terminal if it takes long."""
     command = compiler()
     if not command:
-        return None
-    library, files = directory / "passes.so", []
+        return False
     for name, text in sources().items():
-        (directory / name).write_text(text, encoding="utf-8")
-        files += [str(directory / name)] * name.endswith(".c")
-    with _announced(f"narrowgauge: {command[0]} compiles the CPU kernels, once on this machine ..."):
-        for own in _FOR_THIS_CPU:
-            flags = [*_FLAGS, *own.split()]
-            if output_of([*command, *flags, *files, "-o", str(library), "-lm"], _SECONDS).code == 0:
-                return library
-    return None
-
-
-@contextmanager
-def _announced(line: str) -> Iterator[None]:
-    """Print a line on the terminal if the block takes longer than `_QUIET_SECONDS`; nothing in a log."""
+        library.with_name(name).write_text(text, encoding="utf-8")
+    files = [str(library.with_name(name)) for name in SOURCES if name.endswith(".c")]
+    line = f"narrowgauge: {command[0]} compiles the CPU kernels, once on this machine ..."
     timer = Timer(_QUIET_SECONDS, lambda: print(line, file=sys.stderr, flush=True))
     timer.daemon = True
     if sys.stderr.isatty():
         timer.start()
     try:
-        yield
+        flags = ([*_FLAGS, *own.split(), *files, "-o", str(library), "-lm"] for own in _FOR_THIS_CPU)
+        return any(output_of([*command, *some], _SECONDS).code == 0 for some in flags)
     finally:
         timer.cancel()
-
-
-def opened(path: Path) -> ctypes.CDLL | None:
-    """The library at a path; None if it cannot be loaded here."""
-    with suppress(OSError):
-        return ctypes.CDLL(str(path))
-    return None
 
 
 def keep(content: bytes) -> None:

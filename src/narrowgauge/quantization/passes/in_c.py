@@ -310,20 +310,18 @@ def c_library() -> ctypes.CDLL | None:
     """The compiled passes, built and checked if they are not in the cache; None if that is impossible."""
     # If the disk is full, torch operations replace the passes, with the same bits.
     with suppress(OSError), tempfile.TemporaryDirectory(prefix="narrowgauge-") as directory:
-        copy = Path(directory, "kept.so")
+        library = Path(directory, "passes.so")
         for content in build.kept():
-            copy.write_bytes(content)  # the verified bytes, whatever happens to the cached file
-            if (found := build.opened(copy)) is not None:
+            library.write_bytes(content)  # the verified bytes, whatever happens to the cached file
+            with suppress(OSError):  # it may be of another C library
+                return ctypes.CDLL(str(library))
+        if build.compiled(library):
+            found = ctypes.CDLL(str(library))
+            with ThreadPoolExecutor(1) as other:
+                is_right = other.submit(_is_right, found).result()
+            if is_right:
+                build.keep(library.read_bytes())
                 return found
-        made = build.built(Path(directory))
-        found = None if made is None else build.opened(made)
-        if made is None or found is None:
-            return None
-        with ThreadPoolExecutor(1) as other:
-            if not other.submit(_is_right, found).result():
-                return None
-        build.keep(made.read_bytes())
-        return found
     return None
 
 
