@@ -168,8 +168,9 @@ def _narrow(s: Split, result: str, wanted: Mapping[str, torch.Tensor | None]) ->
             outer = outer[tuple(slice(size) for size in over.shape)]
     if cast.rounding == "stochastic" and result != "scales":
         fields |= _random(s, tensors)
-    pointers = {name: t.data_ptr() for name, t in tensors.items() if t is not None}
-    _run(x, "narrow_pass", _Narrow(**fields, **pointers))
+    for name, t in tensors.items():
+        fields[name] = None if t is None else t.data_ptr()
+    _run(x, "narrow_pass", _Narrow(**fields))
     return outer
 
 
