@@ -27,11 +27,7 @@ INLINE float outer_scale(const Cast *s, float over, int rule, float *encode) {
   return over == 0 ? 1.0f : usual == 0 ? 1.0f : under;
 }
 
-INLINE float to_bf16(float x) {
-  x = x > 0x1.fep127f ? 0x1.fep127f : x;
-  const uint32_t bits = as_bits(x);
-  return as_float((bits + 0x7FFFu + (bits >> 16 & 1)) & 0xFFFF0000u);
-}
+INLINE float to_bf16(float x) { return wide(narrow(x > 0x1.fep127f ? 0x1.fep127f : x)); }
 
 /* `over`, `above`, `S`: the amax that lies above the block's, its scale, and the inverse of that; `stretch` is 0
 without candidates. */
