@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from narrowgauge.trainer.report.table.table import percent
+from narrowgauge.trainer.report.table import percent
 from publish.pilot import deviation_interval
 from publish.tables import markdown
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from narrowgauge.trainer.experiment.power import Plan, smallest_gap
-from narrowgauge.trainer.report.table.table import ends, percent
+from narrowgauge.trainer.report.table import ends, percent
 from narrowgauge.trainer.report.verdict.rule import is_control
 from narrowgauge.trainer.report.verdict.verdict import Row, Verdict, gap_percent, row_verdicts
 from publish.pilot import LEAST_SEEDS, Design, choose, measure

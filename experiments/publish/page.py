@@ -7,7 +7,7 @@ from typing import Any
 from narrowgauge.trainer.experiment.power import Plan, seeds_for_equality, smallest_gap
 from narrowgauge.trainer.report.page.rungs import facts
 from narrowgauge.trainer.report.read.stored import Probe
-from narrowgauge.trainer.report.table.table import ends, percent
+from narrowgauge.trainer.report.table import ends, percent
 from narrowgauge.trainer.report.verdict.rule import MARGIN, Judgement, is_control
 from narrowgauge.trainer.report.verdict.verdict import Row, Verdict, row_verdicts
 from publish.contrasts import shares, unpaired_deviation

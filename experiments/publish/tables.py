@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from narrowgauge.system.units import human_count
 from narrowgauge.trainer.report.page.rungs import agreement
 from narrowgauge.trainer.report.read.stored import Probe
-from narrowgauge.trainer.report.table.table import ends, percent
+from narrowgauge.trainer.report.table import ends, percent
 from narrowgauge.trainer.report.verdict.verdict import Row, Verdict
 from publish.contrasts import MEAN, growth, share_cells, shares
 from publish.predictions import Prediction, outcome

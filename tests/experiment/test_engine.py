@@ -9,8 +9,7 @@ import time
 
 import pytest
 
-from narrowgauge.trainer.experiment.engine import ComparisonFailed, Engine, environment_of
-from narrowgauge.trainer.experiment.jobs import Job
+from narrowgauge.trainer.experiment.jobs import ComparisonFailed, Engine, Job, environment_of
 from narrowgauge.trainer.runs.run_directory import RunDirectory
 
 NOTE = "import sys, time; open(sys.argv[1], 'a').write(sys.argv[2] + ' '); time.sleep(float(sys.argv[3]))"

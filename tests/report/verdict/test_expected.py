@@ -5,7 +5,7 @@ import pytest
 import narrowgauge as ng
 from narrowgauge.trainer.cli.main import main
 from narrowgauge.trainer.report import read_runs
-from narrowgauge.trainer.report.page.sections import expected_section
+from narrowgauge.trainer.report.page.page import expected_section
 from narrowgauge.trainer.report.verdict.expected import expectations, own_points
 
 TOKENS = 21_000_000  # of `ladder-1m`: 25 for each parameter

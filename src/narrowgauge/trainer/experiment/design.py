@@ -92,14 +92,8 @@ def make_experiment(
 ) -> Experiment:
     """The experiment of some values, which may have [arms] and [experiment], and of more variants.
 
-    Args:
-        values: The shared values of all runs.
-        recipes: The first variants.
-        variants: Those after the arms of the file.
-        seeds: Their number, or which; None for those of the file.
-        chosen: The arms of the file to run, besides the reference; () for all.
-        rungs: Other rungs than those of the file.
-        jobs: Another number of simultaneous runs; 0 for that of the file.
+    The variants are `recipes`, the `chosen` arms of the file besides the reference (() for all), and
+    `variants`. Seeds, rungs and jobs, if given, replace those of the file.
     """
     named, (values, arms) = list(values.get("arms", {})), take_arms(values, chosen)
     table = dict(values.pop("experiment", {}))

@@ -11,8 +11,7 @@ from narrowgauge.trainer.experiment.power import power_text
 from narrowgauge.trainer.report.page.html import page as page_without_script
 from narrowgauge.trainer.report.page.page import render_report
 from narrowgauge.trainer.report.page.rungs import rungs_section
-from narrowgauge.trainer.report.page.standing import standing
-from narrowgauge.trainer.report.page.subject import Subject, read_begun, rows_of
+from narrowgauge.trainer.report.page.standing import Subject, read_begun, rows_of, standing
 from narrowgauge.trainer.report.read.run import Run
 from narrowgauge.trainer.report.read.stored import Probe, read_stored
 from narrowgauge.trainer.report.verdict.verdict import Verdict, row_verdicts, verdicts, with_runs
@@ -21,11 +20,7 @@ from narrowgauge.trainer.report.verdict.verdict import Verdict, row_verdicts, ve
 def page_of(one: Subject, states: Sequence[Run], is_live: bool = False, more: str = "") -> str:
     """The page of a run or a comparison; before the first run only where each stands.
 
-    Args:
-        one: The run or the comparison.
-        states: How far each of its runs is; () to leave that out.
-        is_live: Whether the page is written again while the runs train.
-        more: `Markup` for its end.
+    `states` are how far each of its runs is; () leaves that out. `more` is `Markup` for its end.
     """
     runs, planned = read_begun(one.paths), one.planned
     sentences = sight(one, runs)

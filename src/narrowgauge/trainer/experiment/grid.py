@@ -103,10 +103,8 @@ def parse_variant(text: str, short: Mapping[str, str]) -> Variant:
 def make_runs(values: Values, variants: Sequence[Variant], seeds: Seeds = None) -> list[ArmRun]:
     """List the runs of a comparison in their order: all variants with the first seed, then with the next.
 
-    Args:
-        values: the shared values.
-        variants: the variants; if empty, the shared values are the only one, named after their recipe.
-        seeds: their number, counted from the seed of the configuration, or which; None for that one.
+    Without variants the shared values are the only one, named after their recipe. A number of seeds counts
+    from the seed of the configuration.
     """
     base = make_config(values)
     base_seed = base.training.seed

@@ -32,6 +32,7 @@ from narrowgauge.trainer.report.verdict.rule import (
     equality_factor,
     judge,
     known_deviation,
+    least,
     normal_cdf,
     quiet_warmup,
     spread_nodes,
@@ -82,13 +83,7 @@ def smallest_gap(plan: Plan) -> float:
     """
     if plan.seeds < 2:
         return math.inf
-    low, high = 0.0, plan.deviation
-    while plan.chance_to_see(high) < _POWER:
-        low, high = high, 2 * high
-    for _ in range(30):
-        middle = (low + high) / 2
-        low, high = (middle, high) if plan.chance_to_see(middle) < _POWER else (low, middle)
-    return high
+    return least(lambda gap: plan.chance_to_see(gap) >= _POWER, plan.deviation)
 
 
 def seeds_for_equality(plan: Plan, margin: float = MARGIN) -> int | None:
@@ -106,15 +101,8 @@ def seeds_for_equality(plan: Plan, margin: float = MARGIN) -> int | None:
 def power_text(
     seeds: int, arms: int, tokens: int, parameters: int, gaps: Gaps[Arm], is_quiet: bool = False
 ) -> str:
-    """The detectable gap of a plan, in words.
-
-    Args:
-        seeds: The number of seeds of each variant.
-        arms: The number of variants without the reference and the controls.
-        tokens: Tokens of a run.
-        parameters: Parameters of the model in linear layers, without the head.
-        gaps: The gaps in percent of each variant, by seed, from existing runs.
-        is_quiet: Whether no warm-up is expected to spike.
+    """The detectable gap of a plan, in words; `arms` are without reference and controls, `gaps` those of
+    existing runs, in percent.
     """
     ratio, arms = tokens / parameters, max(arms, 1)
     deviation = known = known_deviation(ratio, is_quiet)

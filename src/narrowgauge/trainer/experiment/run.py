@@ -13,7 +13,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -30,13 +30,15 @@ from narrowgauge.trainer.analysis import open_probed, probe, probe_json
 from narrowgauge.trainer.bench.worker import own_step, random_batches
 from narrowgauge.trainer.data import open_data
 from narrowgauge.trainer.experiment.design import Experiment
-from narrowgauge.trainer.experiment.engine import Engine, ProgressLine, environment_of
 from narrowgauge.trainer.experiment.findings import judged, page_of, sight
 from narrowgauge.trainer.experiment.gate import Gate, GateResult, gate_results
 from narrowgauge.trainer.experiment.grid import ArmRun
 from narrowgauge.trainer.experiment.jobs import (
+    Engine,
     Job,
+    ProgressLine,
     collect_rows,
+    environment_of,
     is_complete,
     next_job,
     remaining,
@@ -47,9 +49,8 @@ from narrowgauge.trainer.experiment.jobs import (
 from narrowgauge.trainer.experiment.on_ray import slots_of
 from narrowgauge.trainer.models import flops_per_token
 from narrowgauge.trainer.report import print_comparison
-from narrowgauge.trainer.report.page.page import write_page
-from narrowgauge.trainer.report.page.sections import expected_section
-from narrowgauge.trainer.report.page.subject import Subject, compared, read_begun, runs_of
+from narrowgauge.trainer.report.page.page import expected_section, write_page
+from narrowgauge.trainer.report.page.standing import Subject, compared, read_begun, runs_of
 from narrowgauge.trainer.report.read.run import ENDED, Run, look_at, read_state
 from narrowgauge.trainer.report.read.stored import COMPARISON, Probe, read_stored
 from narrowgauge.trainer.report.verdict.expected import expectations
@@ -125,29 +126,6 @@ def _threads(experiment: Experiment) -> int:
     return experiment.design.threads or pinned or torch.get_num_threads()
 
 
-def plan_lines(experiment: Experiment, out: Path, speeds: Mapping[str, float]) -> Sequence[str]:
-    """The readable plan: a line for each arm, then the total."""
-    lines, seconds = [], 0.0
-    total = 0
-    for arm in experiment.arms:
-        runs = [run for run in experiment.compared if run.arm == arm]
-        waiting = [run for run in runs if state_of(out / run.name) == "open"]
-        left, count = sum(run.tokens_to_train for run in waiting), len(runs)
-        took = left / speeds[arm]
-        total, seconds = total + left, seconds + took
-        done = count - len(waiting)
-        lines.append(
-            f"{arm:24} {count:4} run{'s'[: count != 1]}, {done} done, {human_count(left):>7} tokens left, "
-            f"{speeds[arm]:8,.0f} tokens/s, {human_duration(took):>11}"
-        )
-    jobs = experiment.design.jobs
-    lines.append(
-        f"in all {human_count(total)} tokens left, {human_duration(seconds)} of {_threads(experiment)} "
-        f"thread(s), {human_duration(seconds / jobs)} with {jobs} at a time on {os.cpu_count()} cores"
-    )
-    return lines
-
-
 _BATCHES, _DRAWS = 4, 4
 
 
@@ -186,17 +164,10 @@ def run_experiment(
 ) -> tuple[list[Run], list[GateResult], bool]:
     """Print which gap the experiment will detect, train the remaining runs, and report the results.
 
-    Args:
-        rank: The rank of this process under its launcher; only rank 0 writes into `out`.
-        gate: The largest acceptable gap; with several rungs, at the highest.
-        command: The command line, for the page.
-        is_expected: Whether each gap is compared with its forecast.
+    Only rank 0 writes into `out`. With `is_expected` each gap is compared with its forecast.
 
     Returns:
         The runs at the highest rung, the gate's decisions, and whether a run failed or did not pass.
-
-    Raises:
-        ComparisonFailed: a run was killed or stopped, or could not start; the same command line continues.
     """
     experiment = _ready(experiment, out).model_copy(update={"command": command})
     one = compared(out, experiment)
@@ -241,8 +212,24 @@ def print_plan(experiment: Experiment, out: Path, console: Console) -> None:
     one = compared(out, experiment)
     for sentence in sight(one, read_begun(one.paths)):
         _say(console, sentence)
-    for line in plan_lines(experiment, out, arm_speeds(experiment, out, console)):
-        _say(console, line)
+    speeds, total, seconds = arm_speeds(experiment, out, console), 0, 0.0
+    for arm in experiment.arms:
+        runs = [run for run in experiment.compared if run.arm == arm]
+        waiting = [run for run in runs if state_of(out / run.name) == "open"]
+        left, count = sum(run.tokens_to_train for run in waiting), len(runs)
+        took = left / speeds[arm]
+        total, seconds = total + left, seconds + took
+        _say(
+            console,
+            f"{arm:24} {count:4} run{'s'[: count != 1]}, {count - len(waiting)} done, {human_count(left):>7} "
+            f"tokens left, {speeds[arm]:8,.0f} tokens/s, {human_duration(took):>11}",
+        )
+    jobs = experiment.design.jobs
+    _say(
+        console,
+        f"in all {human_count(total)} tokens left, {human_duration(seconds)} of {_threads(experiment)} "
+        f"thread(s), {human_duration(seconds / jobs)} with {jobs} at a time on {os.cpu_count()} cores",
+    )
 
 
 def _ready(experiment: Experiment, out: Path) -> Experiment:

@@ -18,10 +18,9 @@ from narrowgauge.system.errors import UserError
 from narrowgauge.system.files import make_directory
 from narrowgauge.system.signals import without_launcher
 from narrowgauge.trainer.experiment.findings import page_of
-from narrowgauge.trainer.report.page import subject
 from narrowgauge.trainer.report.page.html import page as page_without_script
 from narrowgauge.trainer.report.page.page import write_page
-from narrowgauge.trainer.report.page.standing import standing
+from narrowgauge.trainer.report.page.standing import runs_of, standing, subjects
 from narrowgauge.trainer.report.read.run import ENDED
 
 LIVE, REPORT = "live.html", "report.html"
@@ -50,8 +49,8 @@ def write_pages(paths: Sequence[Path], page: Path, is_live: bool = False) -> boo
     Returns:
         Whether it may change: something is to come, or has not ended.
     """
-    found, is_one = subject.subjects(paths)
-    states = [subject.runs_of(one) for one in found]
+    found, is_one = subjects(paths)
+    states = [runs_of(one) for one in found]
     open_ones = [any(run.status not in ENDED for run in runs) for runs in states]
     if is_one and found:
         write_page(page_of(found[0], states[0], is_live and open_ones[0]), page)

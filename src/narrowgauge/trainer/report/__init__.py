@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from narrowgauge.trainer.report.read.run import list_runs as list_runs
     from narrowgauge.trainer.report.read.run import read_run as read_run
     from narrowgauge.trainer.report.read.run import read_runs as read_runs
-    from narrowgauge.trainer.report.table.sentence import print_comparison as print_comparison
-    from narrowgauge.trainer.report.table.sentence import summary as summary
-    from narrowgauge.trainer.report.table.sentence import table_notes as table_notes
-    from narrowgauge.trainer.report.table.table import table_rows as table_rows
+    from narrowgauge.trainer.report.table import print_comparison as print_comparison
+    from narrowgauge.trainer.report.table import summary as summary
+    from narrowgauge.trainer.report.table import table_notes as table_notes
+    from narrowgauge.trainer.report.table import table_rows as table_rows
     from narrowgauge.trainer.report.verdict.verdict import Verdict as Verdict
     from narrowgauge.trainer.report.verdict.verdict import verdicts as verdicts
 else:

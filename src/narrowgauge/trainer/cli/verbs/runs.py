@@ -72,7 +72,7 @@ def report(
 
     narrowgauge report runs/mine runs/other --out both.html
     """
-    from narrowgauge.trainer.report.page.sections import expected_section
+    from narrowgauge.trainer.report.page.page import expected_section
     from narrowgauge.trainer.report.verdict.expected import expectations
 
     found = reports.read_runs(runs)
@@ -100,7 +100,7 @@ def watch(
         paths: A run, a folder of compare, a folder of runs, or several runs, the reference first.
     """
     from narrowgauge.trainer.laboratory.watch import LIVE, follow, write_pages
-    from narrowgauge.trainer.report.page.subject import subjects
+    from narrowgauge.trainer.report.page.standing import subjects
 
     for path in paths:
         if path.is_file():

@@ -22,8 +22,7 @@ from typing import Any, TypeVar
 from narrowgauge.trainer.report.page.html import Table
 from narrowgauge.trainer.report.read.records import Step
 from narrowgauge.trainer.report.read.run import Run
-from narrowgauge.trainer.report.table.sentence import listed
-from narrowgauge.trainer.report.table.table import Cell
+from narrowgauge.trainer.report.table import Cell, listed
 from narrowgauge.trainer.report.verdict.verdict import Verdict
 
 SILENT = ("memory", "step time", "audit")  # shown elsewhere
@@ -117,7 +116,6 @@ def page_data(runs: Sequence[Run], found: Sequence[Verdict]) -> dict[str, Any]:
 
 def _run_data(run: Run, width: int, points: int, events: int) -> dict[str, Any]:
     buckets = _buckets(run.steps, width)
-    clock = _Clock(run.steps)
     measured = thin(run.validation if run.final_validation is not None else [], points)
     return {
         "name": run.name,
@@ -129,11 +127,11 @@ def _run_data(run: Run, width: int, points: int, events: int) -> dict[str, Any]:
             "x": {
                 "step": [at.step for at in measured],
                 "tokens": [at.tokens for at in measured],
-                "seconds": [round_digits(clock.at(at.step)[1]) for at in measured],
+                "seconds": [round_digits(_when(run.steps, at.step)[1]) for at in measured],
             },
             "mean": [round_digits(at.val_loss) for at in measured],
         },
-        "events": _events(run, clock, events),
+        "events": _events(run, events),
     }
 
 
@@ -142,19 +140,15 @@ def _width(steps: Sequence[Step], points: int) -> int:
     if len(steps) <= points:
         return 0
     size = math.ceil(len(steps) / (points - 1))  # a run that starts midway has one more partial bucket
-    return size * max(1, round(_place(steps[-1]) / max(1, steps[-1].step)))
+    last = steps[-1]
+    return size * max(1, round((last.tokens or last.step) / max(1, last.step)))
 
 
 def _buckets(steps: Sequence[Step], width: int) -> list[Sequence[Step]]:
     """The steps in buckets of `width` tokens, which begin at multiples of it; one step each if it is 0."""
     if not width:
         return [steps[i : i + 1] for i in range(len(steps))]
-    return [list(bucket) for _, bucket in groupby(steps, lambda step: -(-_place(step) // width))]
-
-
-def _place(step: Step) -> int:
-    """The tokens up to a step; its number if no tokens were recorded."""
-    return step.tokens or step.step
+    return [list(bucket) for _, bucket in groupby(steps, lambda at: -(-(at.tokens or at.step) // width))]
 
 
 def _positions(buckets: Sequence[Sequence[Step]]) -> dict[str, list[float | None]]:
@@ -181,41 +175,30 @@ def _curve(buckets: Sequence[Sequence[Step]], name: str) -> Curve:
     return curve
 
 
-def _events(run: Run, clock: "_Clock", limit: int) -> list[dict[str, Any]]:
-    """The events, at most `limit`, thinned evenly; saves and other events get half each."""
-    marks = (event for event in run.events if event["event"] not in SILENT)
-    all_events = [dict(event) for event in marks] + _non_finite(run.steps)
-    saves = [event for event in all_events if event["event"] == "save"]
-    others = [event for event in all_events if event["event"] != "save"]
-    kept = thin(others, limit // 2) + thin(saves, limit // 2)
-    return [_event(event, clock) for event in sorted(kept, key=lambda event: event["step"])]
+def _events(run: Run, limit: int) -> list[dict[str, Any]]:
+    """The events, at most `limit`, thinned evenly; saves and other events get half each.
+
+    Each sequence of steps whose loss was not finite is an event at its start.
+    """
+    found = [event for event in run.events if event["event"] not in SILENT]
+    for is_finite, steps in groupby(run.steps, lambda step: math.isfinite(step.loss)):
+        if not is_finite:
+            reason = "the loss was not finite"
+            found.append({"event": "not finite", "reason": reason, "step": next(steps).step})
+    saves = [event for event in found if event["event"] == "save"]
+    others = [event for event in found if event["event"] != "save"]
+    marks = []
+    for event in sorted(thin(others, limit // 2) + thin(saves, limit // 2), key=lambda event: event["step"]):
+        tokens, seconds = _when(run.steps, event["step"])
+        x = {"step": event["step"], "tokens": tokens, "seconds": round_digits(seconds)}
+        marks.append({"kind": event_name(event), "x": x, "reason": reason_of(event)[:200]})
+    return marks
 
 
-def _event(event: Mapping[str, Any], clock: "_Clock") -> dict[str, Any]:
-    tokens, seconds = clock.at(event["step"])
-    x = {"step": event["step"], "tokens": tokens, "seconds": round_digits(seconds)}
-    return {"kind": event_name(event), "x": x, "reason": reason_of(event)[:200]}
-
-
-def _non_finite(steps: Sequence[Step]) -> list[dict[str, Any]]:
-    """An event at the start of each sequence of steps whose loss was not finite."""
-    bad = [not math.isfinite(step.loss) for step in steps]
-    starts = [i for i, now in enumerate(bad) if now and not (i and bad[i - 1])]
-    event = {"event": "not finite", "reason": "the loss was not finite"}
-    return [{**event, "step": steps[i].step} for i in starts]
-
-
-class _Clock:
-    """Tokens and seconds at any step number, recorded or not."""
-
-    def __init__(self, steps: Sequence[Step]) -> None:
-        self.steps = steps
-        self.numbers = [step.step for step in steps]
-
-    def at(self, number: int) -> tuple[int, float]:
-        """(tokens, seconds) at the last recorded step up to `number`; zeros before the first."""
-        last = bisect_right(self.numbers, number)
-        return (self.steps[last - 1].tokens, self.steps[last - 1].seconds) if last else (0, 0.0)
+def _when(steps: Sequence[Step], number: int) -> tuple[int, float]:
+    """(tokens, seconds) at the last recorded step up to `number`; zeros before the first."""
+    last = bisect_right(steps, number, key=lambda step: step.step)
+    return (steps[last - 1].tokens, steps[last - 1].seconds) if last else (0, 0.0)
 
 
 def round_digits(value: float, digits: int = 6) -> float | None:

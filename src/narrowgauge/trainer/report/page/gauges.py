@@ -17,7 +17,10 @@ too many steps, every n-th and the last. Histograms are larger, so fewer steps k
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from itertools import product
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from narrowgauge.formats import format, format_names
 from narrowgauge.quantization.gauges.bins import bins_of
@@ -26,7 +29,7 @@ from narrowgauge.trainer.report.page.curves import round_digits, thin
 from narrowgauge.trainer.report.page.html import Table
 from narrowgauge.trainer.report.read.records import as_float
 from narrowgauge.trainer.report.read.run import Run
-from narrowgauge.trainer.report.table.sentence import listed
+from narrowgauge.trainer.report.table import listed
 
 SHARES = ("underflow", "zeros", "largest", "clipped", "nonfinite")
 GAUGES = ("sqnr", *SHARES, "amax", "spread", "scales", "bias", "unlike")
@@ -34,8 +37,22 @@ LAYERS, LAYERS_OF_ALL = 100, 400  # at most, in one run and in all runs
 NUMBERS_PER_PAGE = 220_000  # about 6 bytes each
 HISTOGRAMS_PER_PAGE = 4000  # about 300 bytes each
 
+Counts = Annotated[list[int], Field(max_length=1000)]
 Line = Mapping[str, Any]
 Reading = dict[tuple[str, str], Line]  # lines of one step by (layer, place)
+
+
+class Histogram(BaseModel):
+    """The magnitudes of a tensor in bins of equal parts of an octave, and its zeros."""
+
+    model_config = ConfigDict(strict=True)
+
+    element: str  # a format
+    per_octave: int = Field(gt=0)
+    first: int = Field(gt=-10_000, lt=10_000)  # the first bin
+    zeros: list[int] = Field(min_length=2, max_length=2)  # before and after rounding, as the bins
+    before: Counts
+    after: Counts
 
 
 def heat_data(runs: Sequence[Run]) -> dict[str, Any]:
@@ -78,26 +95,19 @@ def _run_data(run: Run, runs: int) -> dict[str, Any]:
     numbers_per_step = len(layers) * max(1, len(places)) * len(GAUGES)
     steps = thin(list(by_step), max(1, NUMBERS_PER_PAGE // runs // numbers_per_step))
     figures = {(s, *key): _figures(line) for s in steps for key, line in by_step[s].items()}
+    values: dict[str, dict[str, list[list[float | None]]]] = {gauge: {} for gauge in GAUGES}
+    for gauge, place in product(GAUGES, places):  # as [step][layer]; a place without any value is left out
+        rows = [[figures.get((s, layer, place), {}).get(gauge) for layer in layers] for s in steps]
+        if any(value is not None for row in rows for value in row):
+            values[gauge][place] = rows
     return {
         "steps": steps,
         "layers": layers,
         "places": places,
         "casts": [[str(last.get((layer, p), {}).get("cast") or "") for p in places] for layer in layers],
-        "values": {gauge: _by_place(figures, gauge, steps, layers, places) for gauge in GAUGES},
+        "values": values,
         "histograms": _histograms({s: by_step[s] for s in steps}, layers, places, runs),
     }
-
-
-def _by_place(
-    figures: Mapping[tuple[int, str, str], Mapping[str, float | None]],
-    gauge: str,
-    steps: Sequence[int],
-    layers: Sequence[str],
-    places: Sequence[str],
-) -> dict[str, list[list[float | None]]]:
-    """Values of one gauge by place, as [step][layer]; places without any value are left out."""
-    by_place = {p: [[figures.get((s, la, p), {}).get(gauge) for la in layers] for s in steps] for p in places}
-    return {p: rows for p, rows in by_place.items() if any(v is not None for row in rows for v in row)}
 
 
 def _figures(line: Line) -> dict[str, float | None]:
@@ -118,38 +128,26 @@ def _histograms(
     by_step: Mapping[int, Reading], layers: Sequence[str], places: Sequence[str], runs: int
 ) -> list[dict[str, Any]]:
     """The histograms of as many steps as fit, with the indices of their step, layer and place."""
-    steps, row = list(by_step), {name: i for i, name in enumerate(layers)}
-    column = {name: i for i, name in enumerate(places)}
-    histograms = {
-        s: [
-            {"at": [i, row[layer], column[place]], **histogram}
-            for (layer, place), line in by_step[s].items()
-            if layer in row and place in column and (histogram := _valid_histogram(line.get("histogram")))
+    found: dict[int, list[dict[str, Any]]] = {}
+    for i, (step, reading) in enumerate(by_step.items()):
+        found[step] = [
+            {"at": [i, layers.index(layer), places.index(place)], **histogram}
+            for (layer, place), line in reading.items()
+            if layer in layers and place in places and (histogram := _histogram(line.get("histogram")))
         ]
-        for i, s in enumerate(steps)
-    }
-    most = max(map(len, histograms.values()), default=0)
-    kept = thin(steps, max(1, HISTOGRAMS_PER_PAGE // runs // most)) if most else []
-    return [histogram for s in kept for histogram in histograms[s]]
+    most = max(map(len, found.values()), default=0)
+    kept = thin(list(found), max(1, HISTOGRAMS_PER_PAGE // runs // most)) if most else []
+    return [histogram for step in kept for histogram in found[step]]
 
 
-def _valid_histogram(value: object) -> dict[str, Any] | None:
+def _histogram(value: object) -> dict[str, Any] | None:
     """A recorded histogram if all its fields are valid, else None."""
-    if not isinstance(value, Mapping) or value.get("element") not in format_names():
+    try:
+        found = Histogram.model_validate(value)
+    except ValidationError:
         return None
-    lists = [value.get(key) for key in ("zeros", "before", "after")]
-    numbers = [value.get("first"), value.get("per_octave")]
-    for counts in lists:
-        if not isinstance(counts, list) or len(counts) > 1000:
-            return None
-        numbers += counts
-    if not all(type(n) is int for n in numbers) or len(lists[1] or ()) != len(lists[2] or ()):
-        return None
-    is_valid = value["per_octave"] > 0 and len(value["zeros"]) == 2 and abs(value["first"]) < 10_000
-    return {key: value[key] for key in _KEYS} if is_valid else None
-
-
-_KEYS = ("element", "per_octave", "first", "zeros", "before", "after")
+    is_valid = found.element in format_names() and len(found.before) == len(found.after)
+    return found.model_dump() if is_valid else None
 
 
 def _limits(name: str) -> dict[str, float]:

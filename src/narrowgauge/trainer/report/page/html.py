@@ -30,6 +30,17 @@ class Table:
         return column > 0 and self.text is not None and self.head[column] not in self.text
 
 
+def text_of(value: object) -> str:
+    """A setting or a recorded value as a text."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(text_of, value))
+    if isinstance(value, int) and abs(value) >= 10_000:
+        return f"{value:,}"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
 def part(name: str, *values: object) -> Markup:
     """A part of a page: a macro of parts.html.jinja, filled with values."""
     macro = getattr(_templates().get_template("parts.html.jinja").module, name)

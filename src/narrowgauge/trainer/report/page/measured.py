@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from narrowgauge.system.units import human_bytes
-from narrowgauge.trainer.report.page.html import Table
+from narrowgauge.trainer.report.page.html import Table, text_of
 from narrowgauge.trainer.report.read.run import Run
 from narrowgauge.trainer.report.read.stored import (
     Audit,
@@ -18,9 +18,8 @@ from narrowgauge.trainer.report.read.stored import (
     Memory,
     Probe,
     StepTime,
-    last_event,
 )
-from narrowgauge.trainer.report.table.table import Cell
+from narrowgauge.trainer.report.table import Cell
 
 HATCHES = 8  # patterns in page.css
 FIGURES = {  # title, format, and the word for an infinite value
@@ -39,18 +38,16 @@ def analysis(runs: Sequence[Run]) -> list[tuple[str, list[tuple[str, Table]]]]:
     """For each run that has any, its name, and what was measured: a text and a table each."""
     found = []
     for run in runs:
-        tables = [_probe(run.probe)] if run.probe else []
+        tables = []
+        if run.probe:
+            text = (
+                f"What each recipe would do to the weights after step {run.probe.step:,}, without training: "
+                "means over held-out batches and half of their 95 % intervals."
+            )
+            tables.append((text, probe_table(run.probe)))
         tables += [_costs(run.costs)] if run.costs else []
         found += [(run.name, tables)] if tables else []
     return found
-
-
-def _probe(probe: Probe) -> tuple[str, Table]:
-    text = (
-        f"What each recipe would do to the weights after step {probe.step:,}, without training: means over "
-        "held-out batches and half of their 95 % intervals."
-    )
-    return text, probe_table(probe)
 
 
 def probe_table(probe: Probe, more: Sequence[Sequence[str]] = ()) -> Table:
@@ -145,7 +142,7 @@ def memory(runs: Sequence[Run]) -> ByClass | None:
     """The bytes of each class, and per parameter; None if no run has recorded them."""
     bars, more = [], dict[str, list[str]]()
     for run in runs:
-        if (found := last_event(run, "memory", Memory)) is None:
+        if (found := run.last_event("memory", Memory)) is None:
             continue
         sizes = {kind: size for kind, size in found.bytes.items() if size}
         texts = {kind: f"{human_bytes(n)} ({n / found.parameters:.2f})" for kind, n in sizes.items()}
@@ -161,7 +158,7 @@ def step_time(runs: Sequence[Run]) -> ByClass | None:
     """Two bars for each run, measured and floor; None without profiles."""
     bars = []
     for run in runs:
-        if (found := last_event(run, "step time", StepTime)) is not None:
+        if (found := run.last_event("step time", StepTime)) is not None:
             bars += [_bar(run.name, found.ms)]
             bars += [_bar(f"{run.name}, floor", found.floor_ms)] if found.floor_ms else []
     return ByClass("Step time by class", bars, {"together": [bar.total for bar in bars]}) if bars else None
@@ -178,7 +175,7 @@ def audit(runs: Sequence[Run]) -> list[tuple[str, Table, int]]:
     What each linear layer computed in, whether it was called, and whether a gradient reached it: a run under
     a narrow recipe records it in its first step (`nn.audit`), each process for its own part of the model.
     """
-    audited = [(run.name, found.layers) for run in runs if (found := last_event(run, "audit", Audit))]
+    audited = [(run.name, found.layers) for run in runs if (found := run.last_event("audit", Audit))]
     most = max(4, _LAYERS // max(1, len(audited)))
     tables = []
     for name, layers in audited:
@@ -186,14 +183,11 @@ def audit(runs: Sequence[Run]) -> list[tuple[str, Table, int]]:
         of_run = "" if len(runs) == 1 else f" of {name}"
         title = f"The linear layers{of_run} in the first step: {len(layers):,}, {noted:,} with a note"
         shown = sorted(layers, key=lambda layer: not layer.note)[:most]
-        rows = [[_text(value) for value in vars(layer).values()] for layer in shown]
+        rows = [
+            ["-" if value is None else text_of(value)[:300] for value in vars(layer).values()]
+            for layer in shown
+        ]
         head = ("layer", "cast", "calls", "gradient", "note")
         table = Table("Linear layers", head, rows, None, is_code=True)
         tables.append((title, table, max(0, len(layers) - most)))
     return tables
-
-
-def _text(value: object) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return "-" if value is None else str(value)[:300]

@@ -5,25 +5,38 @@ The page needs no network and no server. Its text is filled into the template `p
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from markupsafe import Markup
 
 from narrowgauge.system.errors import UserError
 from narrowgauge.system.files import make_directory, write_whole
-from narrowgauge.trainer.report.page import sections
+from narrowgauge.system.units import human_duration
 from narrowgauge.trainer.report.page.curves import events, page_data
 from narrowgauge.trainer.report.page.gauges import gauges, heat_data, no_gauges
-from narrowgauge.trainer.report.page.html import page_with_script, web_file
+from narrowgauge.trainer.report.page.html import Table, page_with_script, part, text_of, web_file
 from narrowgauge.trainer.report.page.measured import analysis, audit, memory, step_time
 from narrowgauge.trainer.report.page.reproduce import script
 from narrowgauge.trainer.report.page.standing import standing
+from narrowgauge.trainer.report.read.records import flatten
 from narrowgauge.trainer.report.read.run import ENDED, Run, read_runs, with_silence
-from narrowgauge.trainer.report.table.sentence import table_notes
+from narrowgauge.trainer.report.table import (
+    MOST,
+    SEED,
+    TEXT_COLUMNS,
+    kind_of,
+    summary,
+    table_notes,
+    table_rows,
+)
+from narrowgauge.trainer.report.verdict.expected import Expectation
 from narrowgauge.trainer.report.verdict.verdict import Verdict, verdicts, with_runs
 
+_LISTED = 3  # hosts, devices or versions
 # in the order of their dependencies
 SCRIPTS = (
     "marks.js",
@@ -83,6 +96,7 @@ def render_report(
         rungs: The verdicts by the rows of a measured experiment.
     """
     found = with_runs(rungs, verdicts(runs))
+    failed = min(MOST, sum(run.has_failed for run in runs))  # sentences
     return page_with_script(
         "page",
         "\n".join(map(web_file, SCRIPTS + (("live.js",) if is_live else ()))),
@@ -90,9 +104,9 @@ def render_report(
         reloads=False,
         data=_json_in_html({**page_data(runs, found), "gauges": heat_data(runs)}),
         runs=runs,
-        title=sections.title(runs, found),
-        lead=sections.lead(runs, found),
-        origin=sections.origin(runs, command),
+        title=_title(runs, found),
+        lead=[(text.replace(" %", "\u00a0%"), at < failed) for at, text in enumerate(summary(runs, found))],
+        origin=_origin(runs, command),
         where=where,
         has_curves=any(run.steps or run.validation for run in runs),
         events=events(runs),
@@ -100,14 +114,14 @@ def render_report(
         no_gauges=no_gauges(runs),
         gauges=gauges(runs),
         analysis=analysis(runs),
-        rows=sections.all_runs(runs, found),
+        rows=_all_runs(runs, found),
         has_seeds=any(len(one.runs) > 1 for one in found),
         notes=table_notes(runs, found),
         memory=memory(runs),
         step_time=step_time(runs),
-        samples=sections.samples(runs),
-        settings=[sections.settings(run) for run in runs],
-        differences=sections.differences(runs),
+        samples=[(run.name, *sample) for run in runs for sample in run.samples[-1:]],
+        settings=[_settings(run) for run in runs],
+        differences=_differences(runs),
         audit=audit(runs),
         script=script(runs),
     )
@@ -117,3 +131,129 @@ def _json_in_html(value: object) -> Markup:
     """JSON that is inert inside a script element: without `<` it can neither close nor open one."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
+
+
+def _title(runs: Sequence[Run], found: Sequence[Verdict]) -> str:
+    """The heading."""
+    if len(runs) == 1:
+        return runs[0].name
+    count = sum(bool(one.runs) for one in found)
+    if count == len(runs):
+        return f"{count} runs compared"
+    return (
+        f"{len(runs)} runs of one variant" if count == 1 else f"{count} variants compared, {len(runs)} runs"
+    )
+
+
+def _origin(runs: Sequence[Run], command: str = "") -> dict[str, str]:
+    """When, how long, where, with which version and command line the runs were trained, by name.
+
+    Start and resume events record these. What an older run did not record is left out. `command` is the
+    command line of a comparison that made the page.
+    """
+    seconds = sum(run.seconds for run in runs)
+    wide = {
+        run.recipe: lines for run in runs if (lines := run.facts.get("placement"))
+    }  # its layers, in words
+    facts = {
+        "date": _dates(runs),
+        "duration": f"{human_duration(seconds)} in training steps" if seconds else "",
+        "host": _listed(runs, {"host": "", "device": ""}),
+        "recipe": ". ".join(f"{name}: {'; '.join(map(str, lines))}" for name, lines in wide.items()),
+        "version": _listed(runs, {"version": "narrowgauge ", "torch": "torch "}),
+        "command": command or (str(runs[0].facts.get("command") or "") if len(runs) == 1 else ""),
+    }
+    return {name: text for name, text in facts.items() if text}
+
+
+def _dates(runs: Sequence[Run]) -> str:
+    """When the first run began and the last one ended."""
+    begun = [times[0] for run in runs if (times := _times(run, "start"))]
+    ended = [times[-1] for run in runs if (times := _times(run, "done", "stop"))]
+    if not begun:
+        return ""
+    until = f" to {max(ended):%Y-%m-%d %H:%M}" if len(ended) == len(runs) else ""
+    return f"{min(begun):%Y-%m-%d %H:%M}{until} UTC"
+
+
+def _times(run: Run, *names: str) -> list[datetime]:
+    """The recorded times of the events with one of these names."""
+    found = []
+    for event in run.events:
+        if event["event"] in names:
+            with suppress(ValueError):
+                found.append(datetime.fromisoformat(str(event.get("time"))).astimezone(UTC))
+    return found
+
+
+def _listed(runs: Sequence[Run], words: Mapping[str, str]) -> str:
+    """The values of some facts over all runs, each once, after a word."""
+    found = (
+        ", ".join(f"{word}{run.facts[key]}" for key, word in words.items() if run.facts.get(key))
+        for run in runs
+    )
+    texts = list(dict.fromkeys(filter(None, found)))
+    more = f" and {len(texts) - _LISTED} more" if len(texts) > _LISTED else ""
+    return "; ".join(texts[:_LISTED]) + more
+
+
+def _all_runs(runs: Sequence[Run], found: Sequence[Verdict]) -> Table:
+    """The table of all runs; each variant has its line of the charts before its name."""
+    shown = table_rows(runs, found)
+    key = Markup('<span class="key" data-look="{}"></span>{}')
+    rows = [
+        [name if kind_of(row) == SEED else key.format(kind_of(row), name), *cells]
+        for row in shown
+        for name, *cells in [row.values()]
+    ]
+    return Table("All runs", list(shown[0]), rows, TEXT_COLUMNS)
+
+
+def _settings(run: Run) -> dict[str, Any]:
+    """The configuration and the recorded facts in small tables, the recipe, and the keys set over it."""
+    loose = {key: value for key, value in run.config.items() if not isinstance(value, Mapping)}
+    sections = {key: value for key, value in run.config.items() if isinstance(value, Mapping)}
+    counts = {"saves": run.count("save"), "resumes": run.count("resume"), "skipped steps": run.count("skip")}
+    facts = {key.replace("_", " "): value for key, value in run.facts.items()} | counts
+    facts |= {"status": run.status, "reason": run.reason}
+    facts = {key: value for key, value in facts.items() if value not in (None, "")}
+    named = [("", loose), *sections.items(), ("as it ran", facts)]
+    recipe = _setting_texts(sections.get("recipe", {}))
+    return {
+        "name": run.name,
+        "has_config": bool(run.config),
+        "cards": [(name, _setting_texts(values)) for name, values in named if values],
+        "recipe": run.recipe_text,
+        "over": ", ".join(f"{k} = {text}" for k, text in recipe.items() if k not in ("name", "backend")),
+    }
+
+
+def _differences(runs: Sequence[Run]) -> Table:
+    """The settings that differ between the runs."""
+    flat = [_setting_texts(run.config) for run in runs]
+    keys = list(dict.fromkeys(key for config in flat for key in config))
+    differing = [key for key in keys if len({config.get(key) for config in flat}) > 1]
+    rows = [[key, *(config.get(key, "not set") for config in flat)] for key in differing]
+    return Table("Differing settings", ["setting", *(run.name for run in runs)], rows, None, is_code=True)
+
+
+def _setting_texts(values: Mapping[str, Any]) -> dict[str, str]:
+    """Nested settings as dotted keys and printable values."""
+    return {key: text_of(value) for key, value in flatten(values).items()}
+
+
+def expected_section(found: Sequence[Expectation]) -> Markup:
+    """The section that compares measured gaps with their forecasts; empty for nothing."""
+    if not found:
+        return Markup()
+    rows = []
+    for one in found:
+        interval = one.forecast.gap_percent
+        shown = ("-", "-", "-")
+        if interval is not None and one.probability is not None:
+            ends = f"{interval.low:+.2f} to {interval.high:+.2f}"
+            shown = (f"{interval.mean:+.2f} %", ends, f"{one.probability:.0%}")
+        rows.append([one.name, f"{one.gap:+.2f} %", *shown, one.word])
+    head = ("run", "gap", "forecast", "90 %", "probability", "verdict")
+    sentences = [one.text for one in found if one.word != "inside"]
+    return part("expected", Table("Expected", head, rows, ("verdict",)), sentences)

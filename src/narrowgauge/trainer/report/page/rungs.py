@@ -36,24 +36,19 @@ def rungs_svg(results: Sequence[Verdict], parameters: int, reference: str) -> st
     pad = 0.04 * (high - low)
     drawing = Drawing(_WIDTH, bottom + 54, f"Gaps to {reference}")
     gaps = Axis(low - pad, high + pad, bottom, _TOP)
-    _draw_curves(drawing, results, parameters, reference, colors, gaps)
+    drawing.text(_LEFT, 24, f"Gap to {reference} over tokens for each parameter", font_weight="bold")
+    _draw_curves(drawing, results, parameters, colors, gaps)
     begin = _LEFT + _CURVES + _GAP + _NAMES
     _draw_forest(drawing, top, reference, colors, replace(gaps, start=begin, end=_WIDTH - 130), bottom)
     return str(drawing)
 
 
 def _draw_curves(
-    drawing: Drawing,
-    results: Sequence[Verdict],
-    parameters: int,
-    reference: str,
-    colors: Mapping[str, str],
-    y: Axis,
+    drawing: Drawing, results: Sequence[Verdict], parameters: int, colors: Mapping[str, str], y: Axis
 ) -> None:
     """The gap over tokens per parameter, a line for each arm."""
     ratios = sorted({result.tokens / parameters for result in results})
     x = Axis(ratios[0] / 1.25, ratios[-1] * 1.25, _LEFT, _LEFT + _CURVES, is_log=True)
-    drawing.text(_LEFT, 24, f"Gap to {reference} over tokens for each parameter", font_weight="bold")
     drawing.rect(x.start, y(MARGIN), _CURVES, y(-MARGIN) - y(MARGIN), BAND)
     drawing.up(x, y, {tick: f"{tick:+.1f} %" if tick else "0" for tick in y.ticks(9)})
     drawing.across(x, y.start, {ratio: f"{ratio:.1f}" for ratio in ratios}, "tokens for each parameter")
@@ -70,12 +65,7 @@ def _draw_curves(
 
 
 def _draw_forest(
-    drawing: Drawing,
-    top: Sequence[Verdict],
-    reference: str,
-    colors: Mapping[str, str],
-    x: Axis,
-    bottom: float,
+    drawing: Drawing, top: Sequence[Verdict], zero: str, colors: Mapping[str, str], x: Axis, bottom: float
 ) -> None:
     """The gap of each arm at the highest rung, with its interval and the verdict."""
     title = f"Gap at the highest rung (grey: within {MARGIN} %)"
@@ -84,7 +74,7 @@ def _draw_forest(
     ticks = x.ticks(most=6)  # horizontal labels take more room
     for tick in ticks:
         drawing.line((x(tick), x(tick)), (_TOP - 8, bottom), RULE if tick else ZERO)
-    drawing.across(x, bottom, {tick: f"{tick:+.1f}" if tick else reference for tick in ticks}, "gap, %")
+    drawing.across(x, bottom, {tick: f"{tick:+.1f}" if tick else zero for tick in ticks}, "gap, %")
     for number, result in enumerate(top):
         y, color, gap = _TOP + _ROW * number + 8, colors[result.name], result.alone.mean
         drawing.text(x.start - 10, y + 4, result.name, "end", fill=color)

@@ -12,6 +12,7 @@ import json
 import math
 import re
 import tomllib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,33 +77,13 @@ def read_gauges(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
     with path.open("rb") as file:
-        line_counts: dict[int, int] = {}
-        for line in file:
-            if (step := _step_of(line)) is not None:
-                line_counts[step] = line_counts.get(step, 0) + 1
-        chosen = set(_kept_steps(line_counts))
+        lines_of = Counter(int(match[1]) for line in file if (match := _STEP.match(line)))
+        stride = math.ceil(lines_of.total() / MOST_READINGS) or 1
+        kept = set(sorted(lines_of)[::-1][::stride])
         file.seek(0)
-        parsed = [parse_line(line) for line in file if _step_of(line) in chosen]
-    return [
-        line
-        for line in parsed
-        if line is not None and isinstance(line.get("layer"), str) and isinstance(line.get("place"), str)
-    ]
-
-
-def _step_of(line: bytes) -> int | None:
-    """The step of a complete line; most lines are matched without parsing their JSON."""
-    if (match := _STEP.match(line)) and line.endswith(b"}\n"):
-        return int(match[1])
-    record = parse_line(line)
-    return None if record is None else int(record["step"])
-
-
-def _kept_steps(line_counts: Mapping[int, int]) -> list[int]:
-    """The steps to keep: every n-th, counted from the last."""
-    steps = sorted(line_counts)
-    stride = math.ceil(sum(line_counts.values()) / MOST_READINGS) or 1
-    return steps[::-1][::stride][::-1]
+        wanted = (line for line in file if (match := _STEP.match(line)) and int(match[1]) in kept)
+        found = [line for line in map(parse_line, wanted) if line is not None]
+    return [line for line in found if all(isinstance(line.get(key), str) for key in ("layer", "place"))]
 
 
 def parse_line(line: bytes) -> dict[str, Any] | None:
@@ -165,19 +146,36 @@ class Validation(NamedTuple):
     parts: tuple[float, ...] = ()  # the losses of equal parts of them; () if unrecorded
 
 
-def training_steps(records: Mapping[int, Mapping[str, Any]]) -> list[Step]:
-    """The training steps. A line that covers several steps applies its `step_ms` to each of them."""
+def steps_and_validations(records: Mapping[int, Mapping[str, Any]]) -> tuple[list[Step], list[Validation]]:
+    """The training steps and the validation losses of records in order.
+
+    A line that covers several steps applies its `step_ms` to each of them. A record without tokens takes the
+    preceding step's.
+    """
     steps: list[Step] = []
-    seconds, previous = 0.0, 0
+    found: list[Validation] = []
+    seconds, previous, tokens = 0.0, 0, 0
     for number, record in records.items():
-        if "loss" not in record:
-            continue
-        figures = {name: as_float(record.get(name)) for name in FIGURES}
-        milliseconds = figures["step_ms"]
-        seconds += (number - previous) * milliseconds / 1000 if math.isfinite(milliseconds) else 0.0
-        previous = number
-        steps.append(Step(number, _tokens(record, steps), seconds, **figures))
-    return steps
+        here = as_float(record.get("tokens"))
+        here = int(here) if math.isfinite(here) else tokens
+        if "loss" in record:
+            figures = {name: as_float(record.get(name)) for name in FIGURES}
+            milliseconds = figures["step_ms"]
+            seconds += (number - previous) * milliseconds / 1000 if math.isfinite(milliseconds) else 0.0
+            previous, tokens = number, here
+            steps.append(Step(number, tokens, seconds, **figures))
+        if "val_loss" in record:
+            held_out, parts = as_float(record.get("val_tokens")), record.get("val_parts")
+            found.append(
+                Validation(
+                    number,
+                    here,
+                    as_float(record["val_loss"]),
+                    int(held_out) if math.isfinite(held_out) else 0,
+                    tuple(map(as_float, parts)) if isinstance(parts, list) else (),
+                )
+            )
+    return steps, found
 
 
 def finite(steps: Sequence[Step], name: str) -> list[float]:
@@ -200,33 +198,3 @@ def warmup_spikes(steps: Sequence[Step]) -> list[float]:
         if step.lr >= peak:
             break
     return [ratio for ratio in found if ratio]
-
-
-def validations(records: Mapping[int, Mapping[str, Any]], steps: Sequence[Step]) -> list[Validation]:
-    """The validation losses; a record without tokens takes the preceding step's."""
-    found: list[Validation] = []
-    passed = 0
-    for number, record in records.items():
-        while passed < len(steps) and steps[passed].step <= number:
-            passed += 1
-        if "val_loss" in record:
-            before = steps[max(passed - 1, 0) : passed]
-            found.append(
-                Validation(
-                    number,
-                    _tokens(record, before),
-                    as_float(record["val_loss"]),
-                    _whole(record.get("val_tokens")),
-                    tuple(map(as_float, parts)) if isinstance(parts := record.get("val_parts"), list) else (),
-                )
-            )
-    return found
-
-
-def _tokens(record: Mapping[str, Any], before: Sequence[Step]) -> int:
-    return _whole(record.get("tokens"), before[-1].tokens if before else 0)
-
-
-def _whole(value: object, otherwise: int = 0) -> int:
-    number = as_float(value)
-    return int(number) if math.isfinite(number) else otherwise

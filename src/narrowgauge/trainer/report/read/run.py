@@ -16,6 +16,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -30,10 +31,9 @@ from narrowgauge.trainer.report.read.records import (
     read_gauges,
     read_metrics,
     read_text,
-    training_steps,
-    validations,
+    steps_and_validations,
 )
-from narrowgauge.trainer.report.read.stored import Costs, Probe, read_stored
+from narrowgauge.trainer.report.read.stored import Costs, Probe, Stored, read_stored
 
 CONFIG, METRICS, STATUS = "config.toml", "metrics.jsonl", "status.json"
 FINAL_STEPS = 10  # the final train loss is a mean over this many steps: a single batch is mostly luck
@@ -215,6 +215,14 @@ class Run:
         """The number of recorded events of a type ("save", "skip", "resume", ...)."""
         return sum(event["event"] == event_type for event in self.events)
 
+    def last_event(self, name: str, kind: type[Stored]) -> Stored | None:
+        """The last complete event of a name; None without any."""
+        for event in reversed(self.events):
+            if event["event"] == name:
+                with suppress(ValueError):
+                    return kind.model_validate(event)
+        return None
+
     def _median(self, name: str) -> float | None:
         found = finite(self.steps[WARMUP_STEPS:] or self.steps, name)
         return statistics.median(found) if found else None
@@ -236,14 +244,14 @@ def read_run(path: Path | str, tail: int = 0) -> Run:
             f"give the directory that `narrowgauge train --out` wrote"
         )
     records, events, ignored = read_metrics(path / METRICS, tail)
-    steps = training_steps(records)
+    steps, validation = steps_and_validations(records)
     status, reason = read_state(path)
     run = Run(
         name=path.resolve().name,
         path=path,
         config=read_config(path / CONFIG),
         steps=steps,
-        validation=validations(records, steps),
+        validation=validation,
         events=events,
         status=status,
         reason=reason,

@@ -10,14 +10,10 @@ The runs of a comparison are in the order of training, the reference's first. A 
 runs are still to come; what has happened is in the run directories.
 """
 
-from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
-
-if TYPE_CHECKING:
-    from narrowgauge.trainer.report.read.run import Run
 
 COMPARISON = "comparison.json"
 Stored = TypeVar("Stored", bound=BaseModel)
@@ -156,12 +152,3 @@ def read_stored(kind: type[Stored], path: Path) -> Stored | None:
         return kind.model_validate_json(path.read_bytes())
     except (OSError, ValueError, TypeError):
         return None
-
-
-def last_event(run: "Run", name: str, kind: type[Stored]) -> Stored | None:
-    """The last complete event of a name in a run; None without any."""
-    for event in reversed(run.events):
-        if event["event"] == name:
-            with suppress(ValueError):
-                return kind.model_validate(event)
-    return None

@@ -39,7 +39,7 @@ by luck with one degree of freedom, and less with more.
 import math
 import statistics
 import tomllib
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import TypeVar
@@ -88,12 +88,17 @@ def critical_value(arms: int, degrees: int, confidence: float = CONFIDENCE) -> f
     """
     if arms == 1:
         return t_quantile(degrees, confidence)
-    low, high = 0.0, 4.0
-    while _share_within(high, arms, degrees) < confidence:
+    return least(lambda c: _share_within(c, arms, degrees) >= confidence, 4.0)
+
+
+def least(is_enough: Callable[[float], bool], high: float) -> float:
+    """The least positive number that is enough, as all above it are, by bisection; `high` is a guess."""
+    low = 0.0
+    while not is_enough(high):
         low, high = high, 2 * high
     for _ in range(40):
         middle = (low + high) / 2
-        low, high = (middle, high) if _share_within(middle, arms, degrees) < confidence else (low, middle)
+        low, high = (low, middle) if is_enough(middle) else (middle, high)
     return (low + high) / 2
 
 
@@ -248,12 +253,10 @@ def is_control(name: str, reference: str) -> bool:
 
 
 def judge(gaps: Gaps[Arm], family: Collection[Arm], known: float = 0.0) -> dict[Arm, Judgement]:
-    """Judge all arms of an experiment together.
+    """Judge all arms of an experiment together, by their gaps in percent.
 
-    Args:
-        gaps: The gaps in percent of each arm, by seed.
-        family: The arms that the plan compares, whether or not they have gaps yet; the others are controls.
-        known: The known deviation of gaps of runs of that length; 0 if unknown.
+    The plan compares the arms of the `family`, whether or not they have gaps yet; the others are controls.
+    `known` is the known deviation of gaps of runs of that length; 0 if unknown.
     """
     spreads = _spreads(gaps, known)
     return {

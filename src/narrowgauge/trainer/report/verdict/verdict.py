@@ -241,12 +241,8 @@ def sampling_error(found: Sequence[Verdict]) -> float | None:
 
 
 def error_percent(losses: Sequence[float], reference: Sequence[float], loss: float) -> float:
-    """The sampling error of a gap in percent of `loss`; NaN if a loss is not finite.
-
-    Args:
-        losses: The losses of a run on four or more equal parts of its held-out tokens.
-        reference: The reference's losses on the same parts.
-        loss: The reference's loss on all parts.
+    """The sampling error of a gap in percent of the reference's `loss`, by the losses of both on four or
+    more equal parts of the held-out tokens; NaN if one is not finite.
     """
     differences = [a - b for a, b in zip(losses, reference, strict=True)]
     if not all(map(math.isfinite, differences)) or not loss:
@@ -367,16 +363,11 @@ def row_verdicts(
     undecided: str = UNDECIDED,
     is_quiet: bool = False,
 ) -> list[Verdict]:
-    """The verdicts on all arms but the reference, by rung and arm.
+    """The verdicts on all arms but the reference ("": that of the first row), by rung and arm.
 
-    Args:
-        rows: The results of runs.
-        reference: The arm that the others are compared with; "" for that of the first row.
-        family: The arms that the plan compares, which share the 5 %; () for all except reference and
-            controls.
-        parameters: Parameters in linear layers, which give the length of runs; 0 to judge by the rows alone.
-        undecided: The verdict on arms whose interval includes zero.
-        is_quiet: Whether no warm-up spikes, as far as is known (`known_deviation`).
+    The arms of the `family` share the 5 %; (): all except reference and controls. The `parameters` in linear
+    layers give the length of runs, and with `is_quiet` what is known of it; 0: the rows alone judge. Arms
+    whose interval includes zero are `undecided`.
     """
     if not rows:
         return []

@@ -24,12 +24,9 @@ function smoothed(x, y, tau) {
 
 /** Index of the point nearest to `at` in the ascending list `x`; -1 where it is empty. */
 function nearest(x, at) {
-  let low = 0, high = x.length - 1;
-  while (low < high) {
-    const middle = (low + high) >> 1;
-    if (x[middle] < at) low = middle + 1; else high = middle;
-  }
-  return low > 0 && at - x[low - 1] < x[low] - at ? low - 1 : low < x.length ? low : -1;
+  const next = x.findIndex((value) => value >= at);
+  if (next < 0) return x.length - 1;
+  return next > 0 && at - x[next - 1] < x[next] - at ? next - 1 : next;
 }
 
 /** The curve (x, y) at `at`, by straight lines unless only its own points count; null outside and beside holes. */
@@ -62,14 +59,9 @@ function band(x, least, greatest, px, py) {
 
 /** Least and greatest of what can be seen, with a little air; the positive part alone on a log scale. */
 function extent(layers, from, log) {
-  let low = Infinity, high = -Infinity;
-  for (const layer of layers)
-    for (const values of [layer.y, layer.raw, layer.least, layer.greatest])
-      (values || []).forEach((value, i) => {
-        if (value === null || layer.x[i] < from || (log && value <= 0)) return;
-        low = Math.min(low, value);
-        high = Math.max(high, value);
-      });
+  const isSeen = (layer) => (value, i) => value !== null && layer.x[i] >= from && !(log && value <= 0);
+  const seen = layers.flatMap((layer) => [layer.y, layer.raw, layer.least, layer.greatest].flatMap((values) => (values || []).filter(isSeen(layer))));
+  const low = seen.reduce((a, b) => Math.min(a, b), Infinity), high = seen.reduce((a, b) => Math.max(a, b), -Infinity);
   if (low > high) return [log ? 0.1 : 0, 1];
   if (low === high) return log ? [low / 2, high * 2] : [low - (Math.abs(low) || 1) * 0.05, high + (Math.abs(high) || 1) * 0.05];
   const air = log ? (high / low) ** 0.04 : (high - low) * 0.05;
@@ -78,16 +70,9 @@ function extent(layers, from, log) {
 
 /** A chart in `host`. `spec` says what it shows; `draw(view)` is called whenever the view changes. */
 function makeChart(host, spec) {
-  const figure = make("div", { class: "chart" }, host);
-  const heading = make("div", { class: "heading" }, figure);
-  make("h3", {}, heading, spec.title);
-  const subtitle = make("span", { class: "muted" }, heading);
   const keys = () => [...new Map(frame.layers.map((layer) => [layer.look, { look: layer.look, name: VARIANTS[layer.look] }])).values()];
-  makeSavers(heading, () => spec.title, () => pictureOf(drawing, spec.title, subtitle.textContent, keys()), () => pointsOf(frame.layers, spec.id));
-  const plot = make("div", { class: "plot", tabindex: "0", role: "group", "aria-label": `${spec.title}: arrow keys move the read-out` }, figure);
-  const drawing = make("svg", { "aria-hidden": "true" }, plot);
-  const readout = make("div", { class: "readout", role: "status", hidden: "" }, plot);
-  const margin = { left: 58, right: 14, top: 10, bottom: 24 };
+  const own = makePlot(make("div", { class: "chart" }, host), spec.title, "", keys, () => pointsOf(frame.layers, spec.id));
+  const { figure, about, plot, drawing, readout } = own, margin = { left: 58, right: 14, top: 10, bottom: 24 };
   let frame = null; // what the last drawing was: its scales and layers
 
   function draw(view) {
@@ -95,44 +80,31 @@ function makeChart(host, spec) {
     figure.hidden = !layers.some((layer) => layer.y.some((value) => value !== null));
     readout.hidden = true;
     if (figure.hidden) return;
-    subtitle.textContent = spec.subtitle(view);
-    const width = Math.max(240, plot.clientWidth), height = width < 480 ? 210 : 260;
+    about.textContent = spec.subtitle(view);
+    const { width, height } = own.clear((width) => (width < 480 ? 210 : 260));
     const log = spec.log && view.log, [low, high] = extent(layers, view.low, log);
     const scale = log ? Math.log : (value) => value;
-    const px = (x) => margin.left + ((x - view.low) / (view.high - view.low || 1)) * (width - margin.left - margin.right);
+    const px = acrossOf(view, width, margin); // of the margin as it is when called: drawGrid may widen it
     const py = (y) => height - margin.bottom - ((scale(y) - scale(low)) / (scale(high) - scale(low))) * (height - margin.top - margin.bottom);
     frame = { view, layers, px, py, width, height };
-    drawing.replaceChildren();
-    for (const [key, value] of Object.entries({ width, height, viewBox: `0 0 ${width} ${height}` })) drawing.setAttribute(key, value);
     drawGrid(drawing, { low, high, log, view, px, py, width, height, margin, spec });
     drawLayers(drawing, { layers, px, py, width, height, margin, view, id: spec.id });
-    frame.cross = make("g", { class: "cross" }, drawing);
   }
 
   /** Move the crosshair to `x` (null takes it away); say the values only where `say` is true. */
   function point(x, say) {
     if (!frame || figure.hidden) return;
-    frame.cross.replaceChildren();
-    readout.hidden = true;
+    const at = x === null ? null : frame.px(x), cross = own.cross(at, margin.top, frame.height - margin.bottom), rows = [];
     if (x === null) return;
-    const at = frame.px(x), rows = [];
-    make("path", { d: `M${at} ${margin.top}V${frame.height - margin.bottom}` }, frame.cross);
     for (const layer of frame.layers) {
       const i = nearest(layer.x, x);
       if (i < 0 || layer.y[i] === null || Math.abs(frame.px(layer.x[i]) - at) > 24) continue;
-      make("path", { d: shape(layer.look), class: `marker ${shade(layer.look)}`, transform: `translate(${frame.px(layer.x[i])} ${frame.py(layer.y[i])})` }, frame.cross);
+      make("path", { d: shape(layer.look), class: `marker ${shade(layer.look)}`, transform: `translate(${frame.px(layer.x[i])} ${frame.py(layer.y[i])})` }, cross);
       rows.push([layer, i]);
     }
     if (!say || !rows.length) return;
-    sayRows(rows, x);
-    placeReadout(readout, plot, at, frame.height + 4, margin.top);
-  }
-
-  function sayRows(rows, x) {
-    readout.replaceChildren();
-    const both = rows.some(([layer]) => layer.raw);
     make("div", { class: "muted where" }, readout, `${frame.view.says(x)} ${frame.view.axisName}`);
-    if (both) make("div", { class: "muted both" }, readout, "smoothed, measured");
+    if (rows.some(([layer]) => layer.raw)) make("div", { class: "muted both" }, readout, "smoothed, measured");
     for (const [layer, i] of rows) {
       const line = make("div", { class: "row" }, readout);
       swatch(layer.look, line);
@@ -140,7 +112,8 @@ function makeChart(host, spec) {
       make("span", { class: "value" }, line, spec.format(layer.y[i]));
       make("span", { class: "muted" }, line, layer.raw && layer.raw[i] !== null ? spec.format(layer.raw[i]) : "");
     }
+    placeReadout(readout, plot, at, frame.height + 4, margin.top);
   }
 
-  return { plot, draw, point, margin, drawing, frame: () => frame };
+  return { ...own, draw, point, margin, frame: () => frame };
 }

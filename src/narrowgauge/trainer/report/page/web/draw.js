@@ -58,43 +58,86 @@ function markedPoints(layer, px, low) {
   return points;
 }
 
+/** What every picture has: a heading with buttons that save it, a drawing, and a read-out; `keys` names its curves. */
+function makePlot(figure, title, kind, keys, table) {
+  const heading = make("div", { class: "heading" }, figure), name = make("h3", {}, heading, title);
+  const about = make("span", { class: "muted" }, heading);
+  const picture = () => pictureOf(drawing, name.textContent, about.innerText.replaceAll("\n", " "), keys());
+  makeSavers(heading, () => name.textContent, picture, table);
+  const plot = make("div", { class: "plot", tabindex: "0", role: "group", "aria-label": `${title}: arrow keys move the read-out` }, figure);
+  const drawing = make("svg", { "aria-hidden": "true" }, plot);
+  const readout = make("div", { class: `readout ${kind}`, role: "status", hidden: "" }, plot);
+
+  /** Empty the drawing, which has a height for its width; returns both. */
+  function clear(heightOf) {
+    const width = Math.max(240, plot.clientWidth), height = heightOf(width);
+    for (const [key, value] of Object.entries({ width, height, viewBox: `0 0 ${width} ${height}` })) drawing.setAttribute(key, value);
+    drawing.replaceChildren();
+    return { width, height };
+  }
+
+  /** Begin a read-out at a place: a line through the drawing; returns its group. Null takes it away. */
+  function cross(at, top, bottom) {
+    const group = drawing.querySelector(".cross") || make("g", { class: "cross" }, drawing);
+    group.replaceChildren();
+    readout.replaceChildren();
+    readout.hidden = true;
+    if (at !== null) make("path", { d: `M${at} ${top}V${bottom}` }, group);
+    return group;
+  }
+
+  return { figure, heading, name, about, plot, drawing, readout, clear, cross };
+}
+
+/** What the pointer and the keys do: `show` a place, `under` the pointer's pixel or `after` a key; null takes it away. */
+function followPlot({ plot, drawing }, { under, after, show }) {
+  const move = (event) => show(under(event.clientX - drawing.getBoundingClientRect().left));
+  plot.addEventListener("pointermove", move);
+  plot.addEventListener("pointerdown", move);
+  plot.addEventListener("pointerleave", (event) => { if (event.pointerType === "mouse") show(null); });
+  plot.addEventListener("blur", () => show(null));
+  plot.addEventListener("keydown", (event) => {
+    if (event.key === "Escape") show(null);
+    const to = after(event.key, event.shiftKey);
+    if (to === undefined) return;
+    event.preventDefault();
+    show(to);
+  });
+}
+
+/** The pixel of a place on the common axis. */
+const acrossOf = (view, width, margin) => (x) =>
+  margin.left + ((x - view.low) / (view.high - view.low || 1)) * (width - margin.left - margin.right);
+
 /** One lane a run, a mark an event. Returns what a chart returns, so that the crosshair runs through it too. */
 function makeTimeline(host, shownRuns) {
-  const figure = make("div", { class: "chart wide" }, host);
-  const heading = make("div", { class: "heading" }, figure);
-  make("h3", {}, heading, "Events");
-  const keys = make("span", { class: "keys muted" }, heading);
   const names = () => frame.runs.map(({ run }) => ({ look: run.variant, name: run.name }));
-  makeSavers(heading, () => "Events", () => pictureOf(drawing, "Events", keys.innerText.replaceAll("\n", " "), names()), eventRows);
-  const plot = make("div", { class: "plot", tabindex: "0", role: "group", "aria-label": "Events: arrow keys move the read-out" }, figure);
-  const drawing = make("svg", { "aria-hidden": "true" }, plot);
-  const readout = make("div", { class: "readout events", role: "status", hidden: "" }, plot);
-  const margin = { left: 58, right: 14, top: 6, bottom: 24 }, lane = 22;
+  const own = makePlot(make("div", { class: "chart wide" }, host), "Events", "events", names, eventRows);
+  const { figure, about, plot, drawing, readout } = own, margin = { left: 58, right: 14, top: 6, bottom: 24 }, lane = 22;
   let frame = null;
+  about.classList.add("keys");
 
   function draw(view) {
     const runs = shownRuns().filter(({ run }) => run.events.length);
     figure.hidden = !runs.length;
     readout.hidden = true;
     if (figure.hidden) return;
-    const width = Math.max(240, plot.clientWidth), height = margin.top + lane * runs.length + margin.bottom;
-    const px = (x) => margin.left + ((x - view.low) / (view.high - view.low || 1)) * (width - margin.left - margin.right);
-    for (const [key, value] of Object.entries({ width, height, viewBox: `0 0 ${width} ${height}` })) drawing.setAttribute(key, value);
-    drawing.replaceChildren();
+    const { width, height } = own.clear(() => margin.top + lane * runs.length + margin.bottom);
+    const px = acrossOf(view, width, margin);
     drawAcross(make("g", { class: "grid" }, drawing), { view, px, width, height, margin });
     runs.forEach(({ run }, i) => drawLane(run, margin.top + lane * (i + 0.5), { view, px, width }));
-    frame = { view, px, width, height, runs, cross: make("g", { class: "cross" }, drawing) };
+    frame = { view, px, width, height, runs };
     drawKeys(runs);
   }
 
   function drawLane(run, y, { view, px, width }) {
-    const own = make("g", { class: `lane ${shade(run.variant)}` }, drawing);
-    make("path", { d: `M${margin.left} ${y}H${width - margin.right}`, class: "rail" }, own);
-    make("path", { d: shape(run.variant), class: "marker", transform: `translate(${margin.left - 20} ${y})` }, own);
+    const group = make("g", { class: `lane ${shade(run.variant)}` }, drawing);
+    make("path", { d: `M${margin.left} ${y}H${width - margin.right}`, class: "rail" }, group);
+    make("path", { d: shape(run.variant), class: "marker", transform: `translate(${margin.left - 20} ${y})` }, group);
     for (const event of run.events) {
       const x = event.x[view.axis];
       if (x >= view.low && x <= view.high)
-        make("path", { d: EVENT_SHAPES[event.kind] || OTHER_EVENT, class: `event ${event.kind === "save" ? "small" : ""}`, transform: `translate(${px(x)} ${y})` }, own);
+        make("path", { d: EVENT_SHAPES[event.kind] || OTHER_EVENT, class: `event ${event.kind === "save" ? "small" : ""}`, transform: `translate(${px(x)} ${y})` }, group);
     }
   }
 
@@ -104,9 +147,9 @@ function makeTimeline(host, shownRuns) {
   }
 
   function drawKeys(runs) {
-    keys.replaceChildren();
+    about.replaceChildren();
     for (const kind of new Set(runs.flatMap(({ run }) => run.events.map((event) => event.kind)))) {
-      const key = make("span", { class: "key-of-event" }, keys);
+      const key = make("span", { class: "key-of-event" }, about);
       const mark = make("svg", { width: 14, height: 14, "aria-hidden": "true" }, key);
       make("path", { d: EVENT_SHAPES[kind] || OTHER_EVENT, class: "event", transform: "translate(7 7)" }, mark);
       make("span", {}, key, kind);
@@ -115,24 +158,20 @@ function makeTimeline(host, shownRuns) {
 
   function point(x, say) {
     if (!frame || figure.hidden) return;
-    frame.cross.replaceChildren();
-    readout.hidden = true;
-    if (x === null) return;
-    const at = frame.px(x);
-    make("path", { d: `M${at} 0V${frame.height - margin.bottom}` }, frame.cross);
+    const at = x === null ? null : frame.px(x);
+    own.cross(at, 0, frame.height - margin.bottom);
+    if (x === null || !say) return;
     const near = frame.runs.flatMap(({ run }) => run.events.filter((e) => Math.abs(frame.px(e.x[frame.view.axis]) - at) < 7).slice(0, 4).map((event) => ({ run, event })));
-    if (!say || !near.length) return;
-    readout.replaceChildren();
     for (const { run, event } of near.slice(0, 12)) {
       const line = make("div", { class: "row" }, readout);
       swatch(run.variant, line);
       make("span", { class: "name" }, line, `${run.name}: ${event.kind} at step ${event.x.step.toLocaleString("en")}`);
       if (event.reason) make("span", { class: "muted" }, line, event.reason);
     }
-    placeReadout(readout, plot, at, frame.height + 4, 0);
+    if (near.length) placeReadout(readout, plot, at, frame.height + 4, 0);
   }
 
-  return { plot, draw, point, margin, drawing, frame: () => frame };
+  return { ...own, draw, point, margin, frame: () => frame };
 }
 
 /** Put a read-out beside the crosshair, or below the drawing where there is no room beside it. */

@@ -16,26 +16,22 @@ function gridOf({ max, normal, smallest, mantissa, fixed }) {
 
 /** Returns a function (name, histogram or undefined, step, cast) that draws into `host`. */
 function makeHistogram(host, formats) {
-  const heading = make("div", { class: "heading" }, host);
-  const title = make("h3", {}, heading), subtitle = make("span", { class: "muted" }, heading);
-  makeSavers(heading, () => title.textContent, () => pictureOf(drawing, title.textContent, subtitle.textContent, []), binRows);
-  const keys = make("p", { class: "keys muted" }, host);
+  const own = makePlot(host, "Histogram", "pairs", () => [], binRows), { heading, plot, drawing, readout } = own;
+  const keys = make("p", { class: "keys muted" });
+  heading.after(keys);
   for (const kind of ["before", "after"]) {
     const key = make("span", { class: "key-of-event" }, keys), mark = make("svg", { width: 16, height: 12, "aria-hidden": "true" }, key);
     make("rect", { x: 2, y: 2, width: 12, height: 9, class: kind }, mark);
     make("span", {}, key, `${kind} rounding`);
   }
-  const plot = make("div", { class: "plot", tabindex: "0", role: "group", "aria-label": "Histogram: arrow keys move the read-out" }, host);
-  const drawing = make("svg", { "aria-hidden": "true" }, plot);
-  const readout = make("div", { class: "readout pairs", role: "status", hidden: "" }, plot);
   const margin = { left: 58, right: 10, top: 24, bottom: 40 };
   let now = null, at = null;
 
   function draw(name, found, step, cast) {
     readout.hidden = true;
-    title.textContent = `Histogram: ${name}`;
+    own.name.textContent = `Histogram: ${name}`;
     plot.hidden = keys.hidden = heading.querySelector(".save").hidden = !found;
-    subtitle.textContent = found
+    own.about.textContent = found
       ? `${cast}, step ${step.toLocaleString("en")}, magnitudes in units of the block's scale, on the grid of ${found.element}`
       : "none was recorded: of places in narrow formats only";
     now = found && frameOf(found, formats[found.element]);
@@ -54,7 +50,7 @@ function makeHistogram(host, formats) {
     const share = (i, counts) => counts.map((count) => (100 * count) / total[i]);
     const before = share(0, [found.zeros[0], ...found.before]), after = share(1, [found.zeros[1], ...found.after]);
     // One column for zero, one of room, then the bins.
-    const width = Math.max(240, plot.clientWidth), height = width < 480 ? 230 : 280;
+    const { width, height } = own.clear((width) => (width < 480 ? 230 : 280));
     const columns = found.before.length + 2, each = (width - margin.left - margin.right) / columns;
     const left = (i) => margin.left + (i === 0 ? 0 : i + 1) * each;
     const high = Math.max(...before, ...after, 1) * 1.05;
@@ -69,8 +65,6 @@ function makeHistogram(host, formats) {
 
   function paint() {
     const { before, after, width, height, each, left, high, py } = now;
-    drawing.replaceChildren();
-    for (const [key, value] of Object.entries({ width, height, viewBox: `0 0 ${width} ${height}` })) drawing.setAttribute(key, value);
     const grid = make("g", { class: "grid" }, drawing), { ticks, step } = linearTicks(0, high, 4);
     for (const tick of ticks) {
       make("path", { d: `M${margin.left} ${py(tick)}H${width - margin.right}`, class: tick === 0 ? "zero" : "" }, grid);
@@ -81,7 +75,6 @@ function makeHistogram(host, formats) {
     before.forEach((value, i) => bar(i, value, "before"));
     drawAcrossGrid(grid);
     drawLimits(make("g", { class: "grid limits" }, drawing));
-    make("g", { class: "cross" }, drawing);
   }
 
   function drawAcrossGrid(grid) {
@@ -116,15 +109,11 @@ function makeHistogram(host, formats) {
   }
 
   function say(i) {
-    const cross = drawing.querySelector(".cross");
     at = i;
-    cross?.replaceChildren();
-    readout.hidden = true;
-    if (i === null || !now) return;
-    const { found, left, each, height, before, after } = now, bin = found.first + i - 1;
-    const x = left(i) + each / 2;
-    make("path", { d: `M${x} ${margin.top}V${height - margin.bottom}` }, cross);
-    readout.replaceChildren();
+    const x = i === null || !now ? null : now.left(i) + now.each / 2;
+    own.cross(x, margin.top, now?.height - margin.bottom);
+    if (x === null) return;
+    const { found, height, before, after } = now, bin = found.first + i - 1;
     const [from, to] = [bin, bin + 1].map((b) => short(edgeOf(b, found.per_octave)));
     const isLowest = bin === now.limits.low * found.per_octave; // there lies all that is smaller, too
     const where = i === 0 ? "zero" : isLowest ? `less than ${to}` : `${from} up to ${to}`;
@@ -136,22 +125,17 @@ function makeHistogram(host, formats) {
     placeReadout(readout, plot, x, height + 4, margin.top);
   }
 
-  plot.addEventListener("pointermove", (event) => {
-    const x = event.clientX - drawing.getBoundingClientRect().left - margin.left;
-    const column = Math.floor(x / now.each);
-    say(Math.min(now.before.length - 1, Math.max(0, column - (column > 0 ? 1 : 0))));
+  followPlot(own, {
+    show: say,
+    under: (pixel) => {
+      const column = Math.floor((pixel - margin.left) / now.each);
+      return Math.min(now.before.length - 1, Math.max(0, column - (column > 0 ? 1 : 0)));
+    },
+    after: (key) => {
+      const last = now.before.length - 1, from = at ?? -1;
+      return { ArrowLeft: Math.max(0, from - 1), ArrowRight: Math.min(last, from + 1), Home: 0, End: last }[key];
+    },
   });
-  plot.addEventListener("pointerleave", (event) => { if (event.pointerType === "mouse") say(null); });
-  plot.addEventListener("blur", () => say(null));
-  plot.addEventListener("keydown", (event) => {
-    const last = now.before.length - 1, from = at === null ? -1 : at;
-    const to = { ArrowLeft: Math.max(0, from - 1), ArrowRight: Math.min(last, from + 1), Home: 0, End: last }[event.key];
-    if (event.key === "Escape") say(null);
-    if (to === undefined) return;
-    event.preventDefault();
-    say(to);
-  });
-  let size = 0;
-  new ResizeObserver(() => { if (now && plot.clientWidth !== size) { size = plot.clientWidth; now = frameOf(now.found, now.limits); paint(); } }).observe(plot);
+  new ResizeObserver(() => { if (now && plot.clientWidth !== now.width) { now = frameOf(now.found, now.limits); paint(); } }).observe(plot);
   return draw;
 }

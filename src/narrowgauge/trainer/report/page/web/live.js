@@ -35,11 +35,10 @@ function recall() {
   scrollTo(...was.at);
 }
 
-const UNITS = [[86400, "d"], [3600, "h"], [60, "min"], [0, "s"]];
 const secondsSince = (time) => Math.max(0, (Date.now() - Date.parse(time.dateTime)) / 1000);
 function age(seconds) {
-  const [unit, name] = UNITS.find(([least]) => seconds >= least);
-  return `${Math.floor(seconds / (unit || 1))} ${name} ago`;
+  const [unit, name] = durationUnit(seconds);
+  return `${Math.floor(seconds / unit)}${name} ago`;
 }
 
 /** Times as ages; where the page itself is old, nobody writes it any more. */

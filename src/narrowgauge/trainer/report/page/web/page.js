@@ -110,24 +110,18 @@ function start() {
 /** One crosshair through all charts; the chart under the pointer or the focus says the values. */
 function followPointer(chart, charts) {
   let at = null;
-  const show = (x) => { at = x; charts.forEach((other) => other.point(x, other === chart)); };
-  const under = (event) => {
-    const { view, width } = chart.frame(), { left, right } = chart.margin;
-    const share = (event.clientX - chart.drawing.getBoundingClientRect().left - left) / (width - left - right);
-    return view.low + Math.min(1, Math.max(0, share)) * (view.high - view.low);
-  };
-  chart.plot.addEventListener("pointermove", (event) => show(under(event)));
-  chart.plot.addEventListener("pointerdown", (event) => show(under(event)));
-  chart.plot.addEventListener("pointerleave", (event) => { if (event.pointerType === "mouse") show(null); });
-  chart.plot.addEventListener("blur", () => show(null));
-  chart.plot.addEventListener("keydown", (event) => {
-    const { view } = chart.frame(), stride = (view.high - view.low) / (event.shiftKey ? 20 : 200);
-    const from = at === null ? view.high : at;
-    const to = { ArrowLeft: from - stride, ArrowRight: from + stride, Home: view.low, End: view.high }[event.key];
-    if (event.key === "Escape") show(null);
-    if (to === undefined) return;
-    event.preventDefault();
-    show(Math.min(view.high, Math.max(view.low, to)));
+  const inside = (x, { low, high }) => Math.min(high, Math.max(low, x));
+  followPlot(chart, {
+    show: (x) => { at = x; charts.forEach((other) => other.point(x, other === chart)); },
+    under: (pixel) => {
+      const { view, width } = chart.frame(), { left, right } = chart.margin;
+      return inside(view.low + ((pixel - left) / (width - left - right)) * (view.high - view.low), view);
+    },
+    after: (key, isFast) => {
+      const { view } = chart.frame(), stride = (view.high - view.low) / (isFast ? 20 : 200), from = at ?? view.high;
+      const to = { ArrowLeft: from - stride, ArrowRight: from + stride, Home: view.low, End: view.high }[key];
+      return to && inside(to, view);
+    },
   });
 }
 

@@ -4,10 +4,8 @@ const PAINT = "fill stroke stroke-width stroke-dasharray stroke-linejoin stroke-
 
 /** One or both buttons beside a heading. `picture` returns the text of an SVG, `table` rows of cells, the head first. */
 function makeSavers(heading, name, picture, table) {
-  const host = make("span", { class: "save" }, heading);
-  const kinds = [["SVG", "image/svg+xml", picture], ["CSV", "text/csv", table && (() => csvOf(table()))]];
-  for (const [kind, type, text] of kinds) {
-    if (!text) continue;
+  const host = make("span", { class: "save" }, heading), csv = ["CSV", "text/csv", () => csvOf(table())];
+  for (const [kind, type, text] of picture ? [["SVG", "image/svg+xml", picture], csv] : [csv]) {
     const button = make("button", { type: "button", "aria-label": `Save ${name()} as ${kind}` }, host, kind);
     button.addEventListener("click", () => {
       button.setAttribute("aria-label", `Save ${name()} as ${kind}`);
@@ -49,28 +47,27 @@ function pointsOf(layers, quantity) {
 /** A drawing as a file of its own: title above, the colours as they are seen, the names of the runs below. */
 function pictureOf(drawing, title, subtitle, keys) {
   const width = Number(drawing.getAttribute("width")), top = 34, line = 20;
-  const places = keys.reduce((so, key) => {
-    const size = 44 + 7.2 * key.name.length;
-    const row = so.x + size > width ? { x: 12, y: so.y + line } : { x: so.x, y: so.y };
-    return { x: row.x + size, y: row.y, all: [...so.all, { ...key, ...row }] };
-  }, { x: 12, y: 0, all: [] });
-  const height = top + Number(drawing.getAttribute("height"));
-  const full = height + (keys.length ? places.y + line + 8 : 0);
-  const picture = make("svg", { width, height: full, viewBox: `0 0 ${width} ${full}`, "font-family": "system-ui, sans-serif" });
-  const page = getComputedStyle(document.body);
-  make("rect", { width, height: full, fill: page.backgroundColor }, picture);
+  const picture = make("svg", { width, "font-family": "system-ui, sans-serif" }), page = getComputedStyle(document.body);
+  make("rect", { width, height: "100%", fill: page.backgroundColor }, picture);
   const words = make("text", { x: 12, y: 20, "font-size": 14, fill: page.color }, picture);
   make("tspan", { "font-weight": 600 }, words, title);
   make("tspan", { dx: 10, "font-size": 12 }, words, subtitle);
   const body = make("g", { transform: `translate(0 ${top})` }, picture);
   body.append(...painted(drawing).childNodes);
-  for (const { look, name, x, y } of places.all) {
-    const own = make("g", { transform: `translate(${x} ${height + y})` }, picture);
+  let x = 12, y = top + Number(drawing.getAttribute("height"));
+  for (const { look, name } of keys) {
+    const size = 44 + 7.2 * name.length;
+    if (x + size > width) [x, y] = [12, y + line];
+    const own = make("g", { transform: `translate(${x} ${y})` }, picture);
+    x += size;
     const hidden = make("div", { class: "away" }, document.body);
     own.append(...painted(swatch(look, hidden)).childNodes);
     hidden.remove();
     make("text", { x: 36, y: 10, "font-size": 12, fill: page.color }, own, name);
   }
+  const height = y + (keys.length ? line + 8 : 0);
+  picture.setAttribute("height", height);
+  picture.setAttribute("viewBox", `0 0 ${width} ${height}`);
   return new XMLSerializer().serializeToString(picture);
 }
 

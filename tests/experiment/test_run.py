@@ -1,15 +1,42 @@
-"""All runs of a comparison have one number of threads, since the last digits of losses follow from it."""
+"""A dry run times few micro-batches; all runs have one number of threads, on which last digits depend."""
 
 import pytest
 
 from narrowgauge.trainer.experiment.design import make_experiment
 from narrowgauge.trainer.experiment.grid import recipe_variants
-from narrowgauge.trainer.experiment.run import with_equal_threads
+from narrowgauge.trainer.experiment.run import shortened, with_equal_threads
+from narrowgauge.trainer.models import flops_per_token
 from narrowgauge.trainer.runs.monitor import arithmetic
 from narrowgauge.trainer.runs.run_directory import RunDirectory
+from narrowgauge.trainer.training import make_config
 
 
-@pytest.fixture(autouse=True)
+def config_of(model, batch_size, micro_batch_size, length=1024):
+    sizes = {"batch_size": batch_size, "micro_batch_size": micro_batch_size, "device": "cpu", "threads": 1}
+    return make_config({"model": {"name": model}, "training": sizes, "data": {"sequence_length": length}})
+
+
+def flop(config):
+    """The floating-point operations of one step."""
+    length = config.data.sequence_length
+    return config.training.batch_size * length * flops_per_token(config.spec.model, length)
+
+
+def test_a_step_of_a_large_model_is_cut_to_a_few_whole_micro_batches():
+    for model, size in [("gpt3-345m", 1), ("gpt2-124m", 2)]:
+        short = shortened(config_of(model, 512, 4))
+        assert (short.training.batch_size, short.training.micro_batch_size) == (size, size)
+        assert short.spec.batch_size == size
+        assert flop(short) < 4e12
+    short = shortened(config_of("debug", 4096, 8, length=256))
+    assert short.training.micro_batch_size == 8
+    assert 1 < short.training.batch_size // 8 < 512
+    assert 1e12 < flop(short) <= 2e12
+    small = config_of("debug", 16, 8, length=256)
+    assert shortened(small) == small
+
+
+@pytest.fixture
 def _cores(monkeypatch):
     """Eight cores, of which another program uses three."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
@@ -31,6 +58,7 @@ def begun(path, config, recorded):
     run.record({"event": "start", "step": 0, "threads": recorded})
 
 
+@pytest.mark.usefixtures("_cores")
 @pytest.mark.parametrize(
     ("keys", "recorded", "found"),
     [({}, None, [5, 5]), ({"threads": 3}, None, [3, 3]), ({"threads": 6}, 6, [6, 6]), ({}, 6, [0, 6])],
