@@ -13,9 +13,10 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
+from typing import TYPE_CHECKING
 
 import narrowgauge
 from narrowgauge.system.errors import EXIT_FAILED, EXIT_PREEMPTED, Failed, ProcessFailed, UserError
@@ -38,7 +39,10 @@ from narrowgauge.trainer.cli.line import (
 from narrowgauge.trainer.cluster.doctor.facts import LIMITS
 from narrowgauge.trainer.cluster.doctor.software import folder_of
 from narrowgauge.trainer.distributed import reports_for_all
-from narrowgauge.trainer.laboratory.arguments import Line
+from narrowgauge.trainer.laboratory.arguments import Line, Progress
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 def to_the_end(action: Callable[[], int | None]) -> int:
@@ -120,14 +124,12 @@ def run_verb(options: Line) -> int | None:
     """Run the verb of a line, and print what it found; returns the exit code."""
     from rich.console import Console
 
-    from narrowgauge.trainer.cli.progress import progress
-
     function = function_of(options.verb)
     as_json = getattr(options, "json", False) is True
     if options.verb not in WITHOUT_TORCH:
         with Console(stderr=True).status("starting ..."):  # on a terminal; torch takes seconds to import
             require_torch()
-    takes, bars = inspect.signature(function).parameters, progress(Console(stderr=as_json), options.verb)
+    takes, bars = inspect.signature(function).parameters, _progress(Console(stderr=as_json), options.verb)
     try:
         with bars if "show" in takes else nullcontext() as show:
             console = Console(stderr=as_json)
@@ -145,3 +147,23 @@ def run_verb(options: Line) -> int | None:
     elif "console" not in takes:  # else it has printed what it found
         found.show(Console())
     return int(getattr(found, "has_failed", False))
+
+
+@contextmanager
+def _progress(console: "Console", name: str) -> Iterator[Progress]:
+    """A progress bar on a terminal; elsewhere a line when a recipe begins."""
+    from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bars
+
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TimeRemainingColumn(compact=True))
+    with Bars(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+        tasks = {}
+
+        def show(recipe: str, done: int, total: int) -> None:
+            if recipe not in tasks:
+                tasks[recipe] = bars.add_task(f"{name} {recipe}", total=total)
+                if not console.is_terminal:
+                    console.print(f"{name} {recipe} ...", highlight=False, markup=False)
+            bars.update(tasks[recipe], completed=done)
+
+        yield show

@@ -43,11 +43,11 @@ def recipes(
         return
     from narrowgauge.exchange import read_recipe, write_recipe
 
-    chosen = _recipe(name) if from_ is None else read_recipe(name, from_, blocks)
+    chosen = all_recipes.recipe(name) if from_ is None else read_recipe(name, from_, blocks)
     if diff is not None:
         from narrowgauge.recipes.describe import differences
 
-        other = _recipe(diff)
+        other = all_recipes.recipe(diff)
         if rows := differences(chosen, other):
             _print_table(("where they differ", chosen.name, other.name), rows)
         else:
@@ -59,10 +59,6 @@ def recipes(
         _print_places(chosen, _device(device))
     else:
         print(chosen.text.rstrip() + all_recipes.comment(name))
-
-
-def _recipe(name: str) -> "Recipe":
-    return all_recipes.load_recipe(name) if name.endswith(".toml") else all_recipes.recipe(name)
 
 
 def _device(name: str | None) -> "Device":
