@@ -34,7 +34,7 @@ afterwards.
 """
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -199,8 +199,8 @@ def multiply(a: Operand, b: Operand, dtype: torch.dtype, fast: bool = False) -> 
     a_MK, b_KN = a.elements, b.elements.T
     if ROWS in (a.form, b.form):
         if b.rest is None and a_MK.dtype == b_KN.dtype == torch.bfloat16:  # in parts, with the same result
-            one = torch.ones((), dtype=torch.float32, device=b_KN.device)
-            a_scale, b_scale = (one if x.scale is None else x.scale for x in (a, b))
+            new_one = partial(torch.ones, (), dtype=torch.float32, device=b_KN.device)
+            a_scale, b_scale = (new_one() if x.scale is None else x.scale for x in (a, b))
             rest = None if a.rest is None else _summed_in_fp32(a.rest, b_KN)
             y_MN = _summed_in_fp32(a_MK, b_KN)
             return scaled_and_rounded(y_MN, a_scale, dtype, rest=rest, columns=b_scale)
