@@ -18,8 +18,7 @@ from narrowgauge.trainer.runs import open_run
 from narrowgauge.trainer.runs.choices import EXPORT_FORMATS
 from narrowgauge.trainer.runs.use import export
 from narrowgauge.trainer.runs.use.branch import branch_run
-from narrowgauge.trainer.runs.use.calibration import activation_scales
-from narrowgauge.trainer.runs.use.export import export_run, import_model
+from narrowgauge.trainer.runs.use.export import activation_scales, export_run, import_model
 from narrowgauge.trainer.runs.use.trained_model import run_data
 from narrowgauge.trainer.training import make_config
 from support.in_process import run_here

@@ -11,7 +11,7 @@ from narrowgauge.trainer.data import bytes_tokenizer, ids_tokenizer, train_bpe
 from narrowgauge.trainer.data.tokenization.tokenizer import Tokenizer
 from narrowgauge.trainer.runs import open_run
 from narrowgauge.trainer.runs.loop.validation import token_bytes
-from narrowgauge.trainer.runs.use.hellaswag import evaluate
+from narrowgauge.trainer.runs.use.tasks import evaluate
 
 TEXT = "narrow gauge, é 漢字 \n\ttrains 🚂 and <|endoftext|> in text"
 

@@ -104,17 +104,6 @@ class RunDirectory:
         """Append one line to the metrics."""
         append_lines(self.metrics, [line])
 
-    def record_gauges(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Append the gauge readings of a step."""
-        append_lines(self.gauges, lines)
-
-    def sync_metrics(self) -> None:
-        """Flush metrics and gauges to the disk, before a checkpoint of their step is published."""
-        for path in (self.metrics, self.gauges):
-            if path.exists():
-                with path.open("rb") as file:
-                    os.fsync(file.fileno())
-
     def keep_metrics_until(self, step: int, rollbacks: int | None = None) -> None:
         """Drop the lines of steps after `step`, which will be repeated.
 
@@ -230,8 +219,9 @@ class RunDirectory:
         `run_id` is the id in the checkpoints and does not change, even if the text was changed before the
         first checkpoint and the line with the digest of the old text has been dropped.
         """
-        recorded = self.corpus_digest()
-        changes = {**changes, **({"corpus": (recorded, digest)} if recorded not in ("", digest) else {})}
+        changes = dict(changes)
+        if (recorded := self.corpus_digest()) not in ("", digest):
+            changes["corpus"] = recorded, digest
         before, size = self.micro_batch_size(), config.training.micro_batch_size
         if size != before:
             changes[_MICRO_BATCH] = before, size
@@ -280,10 +270,8 @@ def claim_together(
 ) -> ConfigDiff | None:
     """Claim a directory for a run with a corpus of this digest. Collective: rank 0 claims it for all.
 
-    Keys of `allowed` may differ from those with which the run began (`--allow-change`).
-
-    Returns:
-        The differences, on rank 0; None on all ranks if the run is done.
+    Returns the differences, on rank 0, all in keys of `allowed` (`--allow-change`); None on all ranks if the
+    run is done.
     """
     changes: ConfigDiff = {}
     is_done = False
@@ -336,10 +324,15 @@ class RunWriter(RunDirectory):
         self.sinks.gauges(lines)
 
     def sync_metrics(self) -> None:
-        """Flush metrics and gauges to the disk; an error only causes a warning."""
+        """Flush metrics and gauges to the disk, before a checkpoint of their step is published.
+
+        An error only causes a warning.
+        """
         self.flush()
         try:
-            super().sync_metrics()
+            for path in filter(Path.exists, (self.metrics, self.gauges)):
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
         except OSError as error:
             self._warn(self.metrics, error)
 

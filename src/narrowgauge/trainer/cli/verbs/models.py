@@ -68,8 +68,7 @@ def eval_(
     """
     from narrowgauge.trainer.runs.loop.validation import bits_per_byte, held_out_loss, keep_losses, two_losses
     from narrowgauge.trainer.runs.monitor.progress import Display
-    from narrowgauge.trainer.runs.use.hellaswag import evaluate
-    from narrowgauge.trainer.runs.use.lm_eval import harness_scores
+    from narrowgauge.trainer.runs.use.tasks import evaluate, harness_scores
     from narrowgauge.trainer.runs.use.trained_model import run_data
 
     kind, _, detail = task.partition(":")

@@ -20,7 +20,7 @@ from narrowgauge.nn import Gauges, audit
 from narrowgauge.quantization import shard_of, write_weight
 from narrowgauge.system.errors import Failed, UserError
 from narrowgauge.system.signals import Preempted, Requests, is_compared
-from narrowgauge.system.units import human_bytes
+from narrowgauge.system.units import human_bytes, parse_bytes
 from narrowgauge.trainer.checkpoint import choose_step, load, require_space_for_run
 from narrowgauge.trainer.data import Loader
 from narrowgauge.trainer.distributed import START
@@ -30,10 +30,10 @@ from narrowgauge.trainer.runs.loop.run_context import RunContext, now, provenanc
 from narrowgauge.trainer.runs.loop.validation import validation_loss
 from narrowgauge.trainer.runs.monitor import hardware
 from narrowgauge.trainer.runs.use.trained_model import held_out_batches, open_run
-from narrowgauge.trainer.simulate import MemoryTracker
+from narrowgauge.trainer.simulate import Memory, MemoryTracker
 from narrowgauge.trainer.training.config.config import Config
+from narrowgauge.trainer.training.config.micro_batch import held_out_sequences
 from narrowgauge.trainer.training.step.build_model import model_of
-from narrowgauge.trainer.training.step.train_state import TrainState
 from narrowgauge.trainer.training.step.trainer import Trainer, token_lines
 
 StepResult = tuple[float, float, float]  # loss, gradient norm, learning rate
@@ -133,36 +133,35 @@ def _tokens_seen(context: RunContext, trainer: Trainer) -> int:
 
 
 def _first_step(context: RunContext, trainer: Trainer, batches: Loader, seen: int) -> dict[str, Any]:
-    """Take the first step of this process, and record what its layers computed in, and its memory."""
-    line = _tracked_step(context, trainer, batches, seen)
-    if context.run.config.spec.recipe.is_narrow and context.coordinator.rank == 0:
+    """Take the first step of this process, and record its memory and what its layers computed in."""
+    run = context.run
+    is_hidden = run.config.training.compile and run.device.type != "cuda"  # compiled operations
+    if run.memory is None or is_hidden:
+        line = _measured_step(context, trainer, batches, seen)
+    else:
+        with MemoryTracker(run.device) as tracker:
+            line = _measured_step(context, trainer, batches, seen, tracker.after_forward)
+        _report_memory(context, trainer.step, tracker.measured(trainer), run.memory)
+    if run.config.spec.recipe.is_narrow and context.coordinator.rank == 0:
         layers = [asdict(record) for record in audit(trainer.model)]
         context.directory.record({"event": "audit", "step": trainer.step, "layers": layers})
     return line
 
 
-def _tracked_step(context: RunContext, trainer: Trainer, batches: Loader, seen: int) -> dict[str, Any]:
-    """Take a step, and record its memory and the estimate."""
-    run = context.run
-    is_hidden = run.config.training.compile and run.device.type != "cuda"  # compiled operations
-    if run.memory is None or is_hidden:
-        return _measured_step(context, trainer, batches, seen)
-    with MemoryTracker(run.device) as tracker:
-        line = _measured_step(context, trainer, batches, seen, tracker.after_forward)
-    memory, plan = tracker.measured(trainer), run.memory
+def _report_memory(context: RunContext, step: int, memory: Memory, plan: Memory) -> None:
+    """Record and log the memory of a step and the estimate, and hold it to `training.memory_limit`."""
     facts = {"parameters": memory.parameters, **memory.as_json(), "expected": plan.as_json()}
-    context.directory.record({"event": "memory", "step": trainer.step, **facts})
+    context.directory.record({"event": "memory", "step": step, **facts})
     on_host = f"; on the host {human_bytes(sum(memory.host.values()))}" if memory.host else ""
     context.display.log(
         f"memory: {memory.classes()} = {human_bytes(memory.peak)}, expected {human_bytes(plan.peak)}{on_host}"
     )
-    limit = run.memory_limit
+    limit = parse_bytes(context.run.config.training.memory_limit)
     if limit and memory.peak > limit:
         raise OutOfMemory(
             f"a step took {human_bytes(memory.peak)}, and training.memory_limit is {human_bytes(limit)}; "
             "raise it, or see `narrowgauge plan` for what lowers the peak"
         )
-    return line
 
 
 def _measured_step(
@@ -173,16 +172,19 @@ def _measured_step(
     after_forward: Callable[[torch.Tensor], None] | None = None,
 ) -> dict[str, Any]:
     """Take an optimizer step after `seen` tokens, and return its metrics line."""
+    config = context.run.config
     hardware.synchronize(context.run.device)
     start = time.perf_counter()
-    is_read = _is_read(context, trainer.step + 1)
-    gauges = Gauges.of(trainer.model, trainer.optimizer, trainer.names) if is_read else None
+    every, number, gauges = config.gauges.every, trainer.step + 1, None
+    is_due = every and (number % every == 0 or number == config.training.steps)  # a short run is read as well
+    if is_due and context.coordinator.rank == 0:  # it reads for all
+        gauges = Gauges.of(trainer.model, trainer.optimizer, trainer.names)
     loss, norm, lr = _profiled(context, trainer, lambda: trainer.train_step(batches, after_forward, gauges))
     if gauges is not None:
         lines = token_lines(trainer.tokens, trainer.step)
         context.directory.record_gauges([*gauges.lines(trainer.step), *lines])
     seconds = time.perf_counter() - start  # reading the loss on the host completed the step
-    tokens = context.run.config.tokens_per_step
+    tokens = config.tokens_per_step
     flops, peak = context.facts["flops_per_token"] * tokens, context.facts["peak_flops"]
     return {
         "step": trainer.step,
@@ -196,13 +198,6 @@ def _measured_step(
         "mfu": flops / seconds / peak / context.coordinator.size if peak else None,
         "memory_bytes": hardware.memory_at_peak(context.run.device)["allocated"],
     }
-
-
-def _is_read(context: RunContext, step: int) -> bool:
-    """Whether gauges read a step: every n-th, and the last, so that a short run is read as well."""
-    config = context.run.config
-    is_due = bool(every := config.gauges.every) and (step % every == 0 or step == config.training.steps)
-    return is_due and context.coordinator.rank == 0  # it reads for all
 
 
 def _profiled(context: RunContext, trainer: Trainer, take: Callable[[], StepResult]) -> StepResult:
@@ -220,35 +215,32 @@ def _profiled(context: RunContext, trainer: Trainer, take: Callable[[], StepResu
 
 def _validate(context: RunContext, trainer: Trainer) -> dict[str, Any]:
     context.coordinator.progress(f"the validation after step {trainer.step}", START)
-    batches = held_out_batches(context.run.config, context.dataset.val, sequences=context.run.held_out)
+    config = context.run.config
+    sequences = held_out_sequences(config.training, config.validation.batches)
+    batches = held_out_batches(config, context.dataset.val, sequences=sequences)
     return validation_loss(trainer.engine, trainer.go_to_sample, batches).record()
 
 
 def finish(context: RunContext, trainer: Trainer) -> None:
-    """Write a text sample and the final status, on rank 0."""
+    """Generate a text sample, and write it and the final status, on rank 0 alone."""
     if context.coordinator.rank > 0:
         return
-    prompt, sample = _sample_text(context, trainer)
+    config, dataset, tokenizer = context.run.config, context.dataset, context.dataset.tokenizer
+    prompt = config.log.prompt or ("def __init__(self" if config.data.source == "stdlib" else "")
+    prompt = prompt or tokenizer.decode(dataset.val.streams[0][1:9].tolist())  # the first held-out tokens
+    ids = tokenizer.encode(prompt) or [tokenizer.end_of_document]
+    model = trainer.model
+    if context.coordinator.size > 1:  # the full model of the last step, on this process
+        checkpoint = load(context.directory.checkpoints / f"step-{trainer.step}")
+        model = model_of(trainer.config, checkpoint, trainer.device)[1]
+    count = min(_SAMPLED, config.training.steps)
+    new = generate(model, ids, count, temperature=0.7, top_k=40, seed=config.spec.seed)
+    sample = tokenizer.decode_after(ids, new)
     done = {"event": "done", "step": trainer.step, "prompt": prompt, "sample": sample, "time": now()}
     context.directory.record(done)
     context.directory.set_status("done", f"all {trainer.step} steps")
     if not is_compared():
         context.display.log(f"\nsample, from {prompt!r}:\n{prompt}{sample}\n")
-
-
-def _sample_text(context: RunContext, state: TrainState) -> tuple[str, str]:
-    """(prompt, continuation): text that the trained model generates on this process alone."""
-    run, config = context.run, context.run.config
-    dataset, tokenizer = context.dataset, context.dataset.tokenizer
-    prompt = run.prompt or tokenizer.decode(dataset.val.streams[0][1:9].tolist())  # the first held-out tokens
-    ids = tokenizer.encode(prompt) or [tokenizer.end_of_document]
-    model = state.model
-    if context.coordinator.size > 1:  # the full model of the last step, on this process
-        checkpoint = load(context.directory.checkpoints / f"step-{state.step}")
-        model = model_of(state.config, checkpoint, state.device)[1]
-    count = min(_SAMPLED, config.training.steps)
-    new = generate(model, ids, count, temperature=0.7, top_k=40, seed=config.spec.seed)
-    return prompt, tokenizer.decode_after(ids, new)
 
 
 def _start_from_weights(config: Config, model: Transformer) -> None:

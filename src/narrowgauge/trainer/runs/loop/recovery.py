@@ -28,6 +28,7 @@ same step again, reads the same figures and makes the same decision.
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -70,25 +71,17 @@ def recover(context: RunContext, trainer: Trainer, loss: float, norm: float) -> 
 
 
 def _target(context: RunContext, before: int) -> Path | None:
-    """The checkpoint to return to from step `before`; the same on all ranks."""
-    checkpoints, target = context.directory.checkpoints, None
+    """The checkpoint to return to from step `before`, if one is whole; the same on all ranks."""
+    checkpoints, name = context.directory.checkpoints, None
     if context.coordinator.rank == 0:
-        target = rollback_target(checkpoints, context.run_id, before, context.run.config.checkpoint.every)
-    name = context.coordinator.broadcast(None if target is None else target.name)
+        every, older = context.run.config.checkpoint.every, [s for s in steps(checkpoints) if s < before]
+        for step in sorted(older, key=lambda step: (step % every == 0, step), reverse=True):
+            with suppress(DamagedError):
+                verify(checkpoints / f"step-{step}", context.run_id)
+                name = f"step-{step}"
+                break
+    name = context.coordinator.broadcast(name)
     return None if name is None else checkpoints / name
-
-
-def rollback_target(checkpoints: Path, run_id: str, before: int, every: int) -> Path | None:
-    """The checkpoint to roll back to from step `before`, fully verified; None if there is none."""
-    older = [step for step in steps(checkpoints) if step < before]
-    for step in sorted(older, key=lambda step: (step % every == 0, step), reverse=True):
-        path = checkpoints / f"step-{step}"
-        try:
-            verify(path, run_id)
-        except DamagedError:
-            continue
-        return path
-    return None
 
 
 def _raise(context: RunContext, trainer: Trainer, before: Guard, step: int) -> GuardVerdict:
@@ -104,10 +97,12 @@ def _raise(context: RunContext, trainer: Trainer, before: Guard, step: int) -> G
     if target is not None:
         go_back(context, trainer, target)
         context.directory.keep_metrics_until(trainer.step, before.rollbacks)
-    new = make_raise(trainer, broken, f"step {step}: {verdict.reason}")
+    to = "fp32" if broken.place in STATE_PLACES else trainer.guard.rules.raise_to or trainer.recipe.compute
+    words = f"step {step}: {verdict.reason}; {broken}"
+    new = Raise(broken.place, broken.layers, broken.cast, to, trainer.step + 1, words)
     set_raised(context, trainer, [*trainer.guard.raised, new])
     back = "" if target is None else f"; back to step {trainer.step}"
-    context.display.log(f"step {step}: {verdict.reason}; {broken}, which becomes {new.to}{back}")
+    context.display.log(f"{words}, which becomes {to}{back}")
     return verdict if target is not None else before.skip(verdict)
 
 
@@ -120,8 +115,7 @@ def _go_further_back(context: RunContext, trainer: Trainer, before: Guard, step:
     last = before.raised[-1] if before.raised else None
     if last is None or not last.is_state or step - last.from_step >= context.run.config.checkpoint.every:
         return False
-    target = _target(context, last.from_step - 1)
-    if target is None:
+    if (target := _target(context, last.from_step - 1)) is None:
         return False
     reason = trainer.verdict.reason
     go_back(context, trainer, target)
@@ -144,35 +138,27 @@ def _roll_back(
     trainer.follow_rules()
     context.directory.keep_metrics_until(trainer.step, guard.rollbacks)
     first = guard.samples - (spike - trainer.step) * context.run.config.spec.batch_size
-    event = {
-        "event": "rollback",
-        "step": trainer.step,
-        "reason": reason,
-        "from_step": spike,
-        "figures": figures,
-    }
-    skipped = {"skipped_samples": [first, guard.samples - 1]}
+    event = {"event": "rollback", "step": trainer.step, "reason": reason, "from_step": spike}
+    skipped = {"figures": figures, "skipped_samples": [first, guard.samples - 1]}
     context.directory.record({**event, **skipped, "rollbacks": guard.rollbacks})
     context.display.log(f"step {spike}: {reason}; back to step {trainer.step}, and on with other data")
     record_raises(context, trainer)
 
 
 def _record_verdict(context: RunContext, trainer: Trainer, verdict: GuardVerdict) -> None:
-    event: dict[str, Any] = {"event": "spike" if verdict.takes else "skip", "step": trainer.step}
-    event["reason"] = verdict.reason
+    kind, action = ("spike", "a spike") if verdict.takes else ("skip", "skipped")
+    event: dict[str, Any] = {"event": kind, "step": trainer.step, "reason": verdict.reason}
     cause = ""
     if trainer.first_bad is not None:
         event["first_bad"] = trainer.first_bad.as_json()
         cause = f"; {trainer.first_bad}"
     context.directory.record(event)
-    action = "a spike" if verdict.takes else "skipped"
     context.display.log(f"step {trainer.step}: {action}, {verdict.reason}{cause}")
 
 
 def broke_in(context: RunContext, trainer: Trainer, target: Path | None) -> BrokenPlace | None:
     """The place that broke in the last step. Goes back to the state of `target`, if given."""
-    bad = first_broken(trainer, trainer.first_bad)
-    if bad is not None:
+    if (bad := first_broken(trainer, trainer.first_bad)) is not None:
         return bad
     trainer.step -= 1
     is_finite = trainer.verdict.is_finite
@@ -216,14 +202,6 @@ def wide_casts(trainer: Trainer) -> set[str]:
     """The names of casts that cannot be raised."""
     recipe = trainer.recipe
     return {"fp32", recipe.compute, trainer.guard.rules.raise_to or recipe.compute}
-
-
-def make_raise(trainer: Trainer, broken: BrokenPlace, reason: str) -> Raise:
-    """The raise of a broken place, in effect from the next step on."""
-    rules, recipe = trainer.guard.rules, trainer.recipe
-    to = "fp32" if broken.place in STATE_PLACES else rules.raise_to or recipe.compute
-    words = f"{reason}; {broken}"
-    return Raise(broken.place, broken.layers, broken.cast, to, trainer.step + 1, words)
 
 
 def record_raises(context: RunContext, trainer: Trainer) -> None:

@@ -22,7 +22,6 @@ from narrowgauge.system.units import parse_bytes
 from narrowgauge.trainer.data import (
     AUTO,
     Dataset,
-    Tokenizer,
     count_windows,
     load_tokenizer,
     open_data,
@@ -37,7 +36,7 @@ from narrowgauge.trainer.runs.monitor.memory_check import require_memory
 from narrowgauge.trainer.runs.run_directory import RunDirectory
 from narrowgauge.trainer.simulate.memory import Memory
 from narrowgauge.trainer.training.config.config import Config, make_config
-from narrowgauge.trainer.training.config.micro_batch import held_out_sequences, largest_size, what_fits
+from narrowgauge.trainer.training.config.micro_batch import largest_size, what_fits
 from narrowgauge.trainer.training.config.schema import TrainingSection
 from narrowgauge.trainer.training.outline import placement
 from narrowgauge.trainer.training.step.graph_choice import require_gpu_for_graph
@@ -49,7 +48,6 @@ class Layout:
 
     config: Config  # the configuration, with the chosen micro-batch if the user set none
     parallel_dims: ParallelDims  # the dimensions of `[parallel]`
-    held_out: int  # the number of sequences of a validation
     choice: str  # a sentence about the micro-batch; "" if it is the default or was set
 
 
@@ -66,9 +64,8 @@ def lay_out(config: Config, processes: int, run: Path | None = None) -> Layout:
         recorded = RunDirectory(run).micro_batch_size() if run is not None else 0
         size = largest_size(t.batch_size, _resolve(config, processes), recorded or t.micro_batch_size)
         config = config.with_training(micro_batch_size=size)
-    held_out = held_out_sequences(config.training, config.validation.batches)
     dims = parallel_dims_of(config, processes)
-    return Layout(config, dims, held_out, _choice(config.training, dims, recorded))
+    return Layout(config, dims, _choice(config.training, dims, recorded))
 
 
 def _choice(training: TrainingSection, dims: ParallelDims, recorded: int) -> str:
@@ -148,9 +145,7 @@ class Run(Layout):
     device: torch.device  # the device of this process
     backend: Backend  # whether low-precision GEMMs run natively, and why
     memory: Memory | None  # the expected memory of a step, in bytes
-    memory_limit: int  # bytes that a step may use; 0 for all of the device's memory
     placement: list[str]  # a sentence for each layer or block that the recipe treats differently
-    prompt: str  # the prompt of the sample at the end; "" for held-out tokens
 
 
 def resolve(
@@ -178,21 +173,11 @@ def resolve(
     require_sinks(config.log.sinks)
     check_vocabulary(config)
     memory = require_memory(config, device, layout.parallel_dims)
-    memory_limit = parse_bytes(config.training.memory_limit)
-    hardware.limit_memory(device, memory_limit)
+    hardware.limit_memory(device, parse_bytes(config.training.memory_limit))
     tokens = config.training.micro_batch_size * config.data.sequence_length
-    is_source_text = config.data.source == "stdlib"
-    return Run(
-        **vars(layout),
-        path=path,
-        world=world,
-        device=device,
-        backend=backend,
-        memory=memory,
-        memory_limit=memory_limit,
-        placement=placement(spec.model, spec.recipe, tokens),
-        prompt=config.log.prompt or ("def __init__(self" if is_source_text else ""),
-    )
+    sentences = placement(spec.model, spec.recipe, tokens)
+    grid, choice = layout.parallel_dims, layout.choice
+    return Run(config, grid, choice, path, world, device, backend, memory, sentences)
 
 
 def check_vocabulary(config: Config) -> None:
@@ -206,14 +191,22 @@ def check_vocabulary(config: Config) -> None:
 
 
 def open_checked_data(config: Config, coordinator: Coordinator, progress: Progress) -> Dataset:
-    """Open the data, prepared by rank 0, and check that the model and its first weights fit it."""
+    """Open the data, prepared by rank 0, and check that the model and its first weights fit it.
+
+    The tokenizer of the data must be that of the run in `model.weights`, if set.
+    """
     d = config.data
     coordinator.progress("preparing the data", patience=1000.0)
     if coordinator.rank > 0:
         coordinator.barrier()
     dataset = open_data(d.source, d.tokenizer, d.weights, progress)
     check_data(config, dataset)
-    _check_start(config, dataset.tokenizer)
+    weights, tokenizer = config.model.weights, RunDirectory(Path(config.model.weights)).tokenizer
+    if weights and tokenizer.is_file() and load_tokenizer(tokenizer).to_json() != dataset.tokenizer.to_json():
+        raise UserError(
+            f"data.tokenizer = {d.tokenizer!r} is not the tokenizer that model.weights = {weights!r} was "
+            "trained with, so its ids mean other text; leave data.tokenizer out"
+        )
     if coordinator.rank == 0:
         coordinator.barrier()
     return dataset
@@ -234,15 +227,4 @@ def _require_vocabulary(config: Config, needed: int) -> None:
         raise UserError(
             f"{origin} has token ids up to {needed - 1}, beyond model.vocab_size = {vocab_size}; "
             f"set --model.vocab_size {needed}, or a smaller tokenizer"
-        )
-
-
-def _check_start(config: Config, tokenizer: Tokenizer) -> None:
-    """Check that the tokenizer of the data is that of the run in `model.weights`, if set."""
-    weights = config.model.weights
-    source = RunDirectory(Path(weights)).tokenizer
-    if weights and source.is_file() and load_tokenizer(source).to_json() != tokenizer.to_json():
-        raise UserError(
-            f"data.tokenizer = {config.data.tokenizer!r} is not the tokenizer that model.weights = "
-            f"{weights!r} was trained with, so its ids mean other text; leave data.tokenizer out"
         )

@@ -18,10 +18,9 @@ from narrowgauge.system.signals import Preempted, Requests, StoppedEarly, stop_r
 from narrowgauge.trainer.checkpoint import lock_run
 from narrowgauge.trainer.data import Dataset
 from narrowgauge.trainer.distributed import Coordinator, StoppedByPeer, init_process_group
-from narrowgauge.trainer.runs.loop.checkpointing import Checkpointer
 from narrowgauge.trainer.runs.loop.loop import OutOfMemory, finish, start_or_resume, train
 from narrowgauge.trainer.runs.loop.resolve import Run, open_checked_data, resolve
-from narrowgauge.trainer.runs.loop.run_context import RunContext
+from narrowgauge.trainer.runs.loop.run_context import Checkpointer, RunContext
 from narrowgauge.trainer.runs.monitor import hardware
 from narrowgauge.trainer.runs.monitor.arithmetic import AttentionShape, choose_arithmetic
 from narrowgauge.trainer.runs.monitor.loggers import Loggers
@@ -116,17 +115,8 @@ def _train(
                     directory.keep_special_tokens(RunDirectory(Path(weights)).special_tokens())
             threads, shape = config.training.threads, AttentionShape.of(config)
             arithmetic = choose_arithmetic(threads, shape, directory.lines, device, coordinator, display.log)
-            context = RunContext(
-                resolved,
-                dataset,
-                directory,
-                display,
-                coordinator,
-                checkpointer,
-                coordinator.broadcast(run_id),
-                profile,
-                arithmetic,
-            )
+            run_id, live = coordinator.broadcast(run_id), (directory, display, coordinator, checkpointer)
+            context = RunContext(resolved, dataset, *live, run_id, profile, arithmetic)
             trainer = start_or_resume(context, changes, Mesh(resolved.parallel_dims, device))
             train(context, trainer, requests)
             finish(context, trainer)

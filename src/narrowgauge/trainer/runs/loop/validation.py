@@ -62,9 +62,7 @@ class ValidationLoss:
 
 
 def validation_loss(
-    engine: Engine,
-    go_to_sample: Callable[[int], None],
-    batches: Iterable[Batch],
+    engine: Engine, go_to_sample: Callable[[int], None], batches: Iterable[Batch]
 ) -> ValidationLoss:
     """The loss on held-out batches (`validation_batches`).
 

@@ -43,6 +43,7 @@ import torch
 from narrowgauge.kernels import choose_attention, choose_products
 from narrowgauge.kernels.attention import attend
 from narrowgauge.kernels.attention_in_order import LANES, has_c
+from narrowgauge.nn import DTYPES
 from narrowgauge.system.errors import UserError
 from narrowgauge.system.files import cache_entry, write_cached
 from narrowgauge.system.operating_system import cores_of_others
@@ -60,6 +61,7 @@ WAYS = ("in-order", "fp32", "torch")  # of computing attention
 #: The variable and the values of each choice; the last is what oneDNN or torch would do.
 _CHOICES = {"products": (PRODUCTS, ("bf16", "fp32", "onednn")), "attention": (ATTENTION, WAYS)}
 _CLEARLY = 1.2  # torch's attention is chosen if it is this much faster
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,32 +133,27 @@ def choose_arithmetic(
         pinned: `training.threads`; 0 for as many as are free.
         lines: Reads the run's metrics, which record its first choice.
     """
-    choice: tuple[str, str, int, str] = ("", "", pinned or torch.get_num_threads(), "")
+    found: tuple[str, str, int, str] = ("", "", pinned or torch.get_num_threads(), "")
     if device.type == "cpu":
         if coordinator.rank == 0:
             recorded = lines()
             threads, words = threads_of(recorded, pinned)
             torch.set_num_threads(threads)  # the matmuls are timed with this number
-            found = Arithmetic.of(recorded, shape)
-            choice = (found.products, found.attention, threads, words)
-        choice = coordinator.broadcast(choice)
-    products, attention, threads, words = choice
-    chosen = Arithmetic(products, attention)
+            chosen = Arithmetic.of(recorded, shape)
+            found = (chosen.products, chosen.attention, threads, words)
+        found = coordinator.broadcast(found)
+    products, attention, threads, words = found
     torch.set_num_threads(threads)
+    chosen = Arithmetic(products, attention)
     chosen.choose()
-    for sentence in filter(None, (words, _slowness(chosen))):
-        log(sentence)
+    if words:
+        log(words)
+    if attention == "in-order" and not has_c():
+        log(
+            "attention is computed term by term in torch, with the digits of the C in which this run began, "
+            "and slowly: C passes need a C compiler, and NARROWGAUGE_KERNELS must not be 0"
+        )
     return chosen
-
-
-def _slowness(chosen: Arithmetic) -> str:
-    """A sentence where the chosen attention is slow here."""
-    if chosen.attention != "in-order" or has_c():
-        return ""
-    return (
-        "attention is computed term by term in torch, with the digits of the C in which this run began, and "
-        "slowly: C passes need a C compiler, and NARROWGAUGE_KERNELS must not be 0"
-    )
 
 
 def choice_of(what: str, lines: Sequence[Mapping[str, Any]], measure: Callable[[], str]) -> str:
@@ -179,12 +176,8 @@ def measured_attention(shape: AttentionShape) -> str:
     """The faster attention for this machine, torch, shape and dtype: cached, or measured now."""
     if not (other := shape.alternative):
         return "torch"
-
-    def measure() -> tuple[str, Mapping[str, float]]:
-        seconds = {way: _attention_seconds(way, shape) for way in (other, "torch")}
-        return "torch" if _CLEARLY * seconds["torch"] < seconds[other] else other, seconds
-
-    return _cached("attention", (other, "torch"), measure, shape.head_dim, shape.tokens, other)
+    facts = (shape.head_dim, shape.tokens, other)
+    return _faster("attention", other, "torch", lambda way: _attention_seconds(way, shape), _CLEARLY, *facts)
 
 
 def _attention_seconds(way: str, shape: AttentionShape) -> float:
@@ -203,29 +196,24 @@ def _attention_seconds(way: str, shape: AttentionShape) -> float:
 
 
 def measured_products() -> str:
-    """The faster precision for this machine and torch: from the cache, or measured now."""
+    """The faster precision for this machine and torch: cached, or measured now."""
     if not cpu_multiplies_bf16():
         return "fp32"
-
-    def measure() -> tuple[str, Mapping[str, float]]:
-        dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32}
-        seconds = {name: fastest_tries(_SIZE, torch.device("cpu"), d)[0] for name, d in dtypes.items()}
-        return min(seconds, key=lambda name: seconds[name]), seconds
-
-    return _cached("products", ("bf16", "fp32"), measure)
+    return _faster("products", "bf16", "fp32", lambda way: fastest_tries(_SIZE, _CPU, DTYPES[way])[0])
 
 
-def _cached(
-    what: str, known: Sequence[str], measure: Callable[[], tuple[str, Mapping[str, float]]], *more: object
+def _faster(
+    what: str, first: str, second: str, seconds: Callable[[str], float], clearly: float = 1.0, *facts: object
 ) -> str:
-    """The choice of this machine and torch: from the cache, or measured now and kept there."""
-    entry = cache_entry(what, platform.node(), device_name(torch.device("cpu")), torch.__version__, *more)
+    """The second of two ways if it is faster by a factor, else the first: cached, or measured now."""
+    entry = cache_entry(what, platform.node(), device_name(_CPU), torch.__version__, *facts)
     with suppress(OSError, ValueError, TypeError, KeyError):
         kept = json.loads(entry.read_text(encoding="utf-8"))[what]
-        if kept in known:
+        if kept in (first, second):
             return str(kept)
-    chosen, seconds = measure()
-    write_cached(entry, {what: chosen, "seconds": seconds})
+    took = {way: seconds(way) for way in (first, second)}
+    chosen = second if clearly * took[second] < took[first] else first
+    write_cached(entry, {what: chosen, "seconds": took})
     return chosen
 
 
@@ -240,14 +228,13 @@ def threads_of(lines: Sequence[Mapping[str, Any]], pinned: int = 0) -> tuple[int
     here = pinned or threads_of_torch()
     recorded = next((int(line["threads"]) for line in reversed(lines) if "threads" in line), here)
     resumes = any(line.get("event") == "start" for line in lines)
-    if resumes and (pinned or recorded > here or os.environ.get("OMP_NUM_THREADS")) and recorded != here:
+    is_set = bool(os.environ.get("OMP_NUM_THREADS"))
+    if resumes and recorded != here and (pinned or is_set or recorded > here):
         return here, f"threads: {here}, and the run had {recorded}, {_DIGITS}"
     if pinned or resumes:
-        return (
-            pinned or recorded,
-            f"threads: {pinned or recorded}, as {'before' if resumes else 'configured'}",
-        )
-    others = 0.0 if os.environ.get("OMP_NUM_THREADS") else cores_of_others()
+        number, origin = pinned or recorded, "before" if resumes else "configured"
+        return number, f"threads: {number}, as {origin}"
+    others = 0.0 if is_set else cores_of_others()
     free = min(here, max(1, round(here - others)))
     busy = f" of {here}, since other programs use {others:.1f} cores" if free != here else ""
     return free, f"threads: {free}{busy}; the last digits depend on it, and --training.threads N pins it"

@@ -28,56 +28,43 @@ def require_memory(config: Config, device: torch.device, parallel_dims: Parallel
 
     Linux overcommits a CPU's memory, and silently kills a process that uses more than there is.
     """
+    total, has_host = hardware.total_memory(device), device.type != "cpu"  # a CPU's device is its host
     parameters = count_parameters(config.spec.model)
-    share = parameters / (parallel_dims.size // parallel_dims.replicate)
-    state = least_state(config, has_host=device.type != "cpu")
-    available = hardware.total_memory(device)
-    if share * min(state.values()) > available:  # so no change is tried
-        raise UserError(
-            f"{_too_large(config, parameters, share * state[''], device)}; choose a smaller --model"
+
+    def too_large(state: float) -> str:
+        return (
+            f"the model has {parameters:,} parameters, whose state under recipe {config.recipe.name!r} takes "
+            f"{human_bytes(int(state))}, and this {device.type} has {human_bytes(total)}"
         )
+
+    share, least = parameters / (parallel_dims.size // parallel_dims.replicate), least_state(config, has_host)
+    if share * min(least.values()) > total:  # so no change is tried
+        raise UserError(f"{too_large(share * least[''])}; choose a smaller --model")
     with imagine(device_facts(device)):
-        return _require_fit(config, device, parallel_dims, available)
-
-
-def _require_fit(config: Config, device: torch.device, parallel_dims: ParallelDims, available: int) -> Memory:
-    memory, parameters = estimate_memory(config, parallel_dims), count_parameters(config.spec.model)
-    room, limit = room_here(config, device), config.training.memory_limit
-    on_host = 0 if device.type != "cpu" else sum(memory.host.values())  # a CPU's device is its host
-    if memory.state + on_host + room.context > available:
-        whole = replace(room, limit=available, has_host=device.type != "cpu")
-        advice = _advice(config, whole, parallel_dims)
-        raise UserError(f"{_too_large(config, parameters, memory.state, device)}; {advice}")
-    if limit and not room.fits(memory, parallel_dims):
-        raise UserError(
-            f"a step is expected to take {human_bytes(room.needed(memory, parallel_dims))} with "
-            f"fragmentation, and training.memory_limit is {limit} ({human_bytes(room.limit)}); "
-            f"{_advice(config, room, parallel_dims)}"
-        )
+        memory, room = estimate_memory(config, parallel_dims), room_here(config, device)
+        on_host = 0 if has_host else sum(memory.host.values())
+        if memory.state + on_host + room.context > total:
+            whole = replace(room, limit=total, has_host=has_host)
+            raise UserError(f"{too_large(memory.state)}; {_advice(config, whole, parallel_dims)}")
+        if (limit := config.training.memory_limit) and not room.fits(memory, parallel_dims):
+            raise UserError(
+                f"a step is expected to take {human_bytes(room.needed(memory, parallel_dims))} with "
+                f"fragmentation, and training.memory_limit is {limit} ({human_bytes(room.limit)}); "
+                f"{_advice(config, room, parallel_dims)}"
+            )
     return memory
 
 
-def _too_large(config: Config, parameters: int, state: float, device: torch.device) -> str:
-    return (
-        f"the model has {parameters:,} parameters, whose state under recipe {config.recipe.name!r} takes "
-        f"{human_bytes(int(state))}, and this {device.type} has {human_bytes(hardware.total_memory(device))}"
-    )
-
-
 def _advice(config: Config, room: Room, parallel_dims: ParallelDims) -> str:
-    def needed(memory: Memory) -> str:
-        return human_bytes(room.needed(memory, parallel_dims))
-
-    options = [
-        f"{option} ({needed(m)})"
-        for option, m in cheaper(config, room.has_host, parallel_dims)
-        if room.fits(m, parallel_dims)
-    ]
-    if options:
-        return "it fits with " + ", or ".join(options)
-    if found := fitting(config, lambda m: room.fits(m, parallel_dims), room.has_host, parallel_dims):
-        return f"it fits with {found[0]} ({needed(found[1])})"
-    return "no setting and no recipe of narrower state makes it fit: choose a smaller --model"
+    options = cheaper(config, room.has_host, parallel_dims)
+    options = [(option, m) for option, m in options if room.fits(m, parallel_dims)]
+    if not options:
+        found = fitting(config, lambda m: room.fits(m, parallel_dims), room.has_host, parallel_dims)
+        options = [found] if found else []
+    if not options:
+        return "no setting and no recipe of narrower state makes it fit: choose a smaller --model"
+    needed = [f"{option} ({human_bytes(room.needed(m, parallel_dims))})" for option, m in options]
+    return f"it fits with {', or '.join(needed)}"
 
 
 def out_of_memory_message(
@@ -97,18 +84,11 @@ def out_of_memory_message(
                 f"{human_bytes(room.limit)}"
             )
         what += ", excluding the program itself and the data"
-        if options := _cheaper_options(config, device, plan, parallel_dims):
-            advice = ", ".join(f"{human_bytes(memory.peak)} with {option}" for option, memory in options)
+        if parallel_dims.size == 1:  # simulated process groups cannot coexist with real ones
+            with suppress(MemoryError, RuntimeError), imagine(device_facts(device)):  # too little to estimate
+                lower = [
+                    one for one in cheaper(config, has_host=device.type == "cuda") if one[1].peak < plan.peak
+                ]
+                lower.sort(key=lambda one: one[1].peak)
+                advice = ", ".join(f"{human_bytes(m.peak)} with {option}" for option, m in lower) or advice
     return f"{what}; {advice}, or choose a smaller --model, and name a new directory with --out"
-
-
-def _cheaper_options(
-    config: Config, device: torch.device, plan: Memory, parallel_dims: ParallelDims
-) -> list[tuple[str, Memory]]:
-    """Options with a lower expected peak; empty if there is not enough memory for the estimate."""
-    if parallel_dims.size > 1:  # simulated process groups cannot coexist with real ones
-        return []
-    with suppress(MemoryError, RuntimeError), imagine(device_facts(device)):
-        options = cheaper(config, has_host=device.type == "cuda")
-        return sorted((o for o in options if o[1].peak < plan.peak), key=lambda o: o[1].peak)
-    return []

@@ -3,6 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from math import inf
 from statistics import median
 from types import TracebackType
 from typing import Any
@@ -54,22 +55,19 @@ class Display:
 
     def stage(self, name: str, done: int, total: int, facts: str = "") -> None:
         """Show the progress of a stage of preparation: bytes done, in total (0 = unknown), more facts."""
+        size = f"{done / 1e6:,.1f}" + (f"/{total / 1e6:,.1f}" if total else "") + " MB"
         if not self.console.is_terminal:
             now = self.clock()
-            if name not in self._last_line:
-                self.log(f"data: {name} ...")
-            elif now - self._last_line[name] < _LINE_EVERY_S:
-                return
-            else:
-                self.log(f"data: {name} {_bytes(done, total)}  {facts}".rstrip())
-            self._last_line[name] = now
+            if now - self._last_line.get(name, -inf) >= _LINE_EVERY_S:
+                said = f"{size}  {facts}".rstrip() if name in self._last_line else "..."
+                self.log(f"data: {name} {said}")
+                self._last_line[name] = now
             return
         if name not in self._tasks:
             for other in self._tasks.values():
                 self._live.update(other, visible=False)
             self._tasks[name] = self._live.add_task(f"data: {name}", facts="")
-        text = f"{_bytes(done, total)}  {facts}"
-        self._live.update(self._tasks[name], completed=done, total=total or None, facts=text)
+        self._live.update(self._tasks[name], completed=done, total=total or None, facts=f"{size}  {facts}")
         if total and done == total:
             self._live.update(self._tasks[name], visible=False)
 
@@ -94,25 +92,12 @@ class Display:
             if "val_loss" in line:
                 self._speeds.clear()
                 self.log(f"step {step:>6}/{self.steps}  {facts}")
-        elif self._is_due(step) or "val_loss" in line:
+            return
+        now, is_due = self.clock(), step % self.every == 0 or step == self.steps or "val_loss" in line
+        if is_due or now - self.last_step_line >= _LINE_EVERY_S:
             self._speeds.clear()
-            self.last_step_line = self.clock()
-            self.log(f"step {step:>6}/{self.steps}  {facts}  left {self._left(step)}")
-
-    def _is_due(self, step: int) -> bool:
-        """Whether a step prints a plain line: by its number, or after a silence."""
-        by_number = step % self.every == 0 or step == self.steps
-        return by_number or self.clock() - self.last_step_line >= _LINE_EVERY_S
-
-    def _left(self, step: int) -> str:
-        """Time left at the average pace so far, as H:MM:SS."""
-        assert self.first_step is not None
-        done = step - self.first_step
-        if not done:
-            return "?"
-        seconds = round((self.clock() - self.started) / done * (self.steps - step))
-        return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
-
-
-def _bytes(done: int, total: int) -> str:
-    return f"{done / 1e6:,.1f}" + (f"/{total / 1e6:,.1f}" if total else "") + " MB"
+            self.last_step_line, left = now, "?"
+            if done := step - self.first_step:  # at the average pace so far
+                seconds = round((now - self.started) / done * (self.steps - step))
+                left = f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
+            self.log(f"step {step:>6}/{self.steps}  {facts}  left {left}")

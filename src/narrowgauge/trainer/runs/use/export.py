@@ -6,16 +6,21 @@
 
 Both create their folder atomically. An export is read back and compared with the weights that the run
 multiplies.
+
+Scales of activations come from a text, or from what the recipe remembers. The text passes through the model
+under its recipe, in sequences of the run's length; the amax of each layer's input gives its scale. A fixed
+scale clips what is larger in another text, so it should be like the text that will be served.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
 
 from narrowgauge.exchange import TARGETS
-from narrowgauge.nn import DTYPES
+from narrowgauge.nn import DTYPES, Linear
 from narrowgauge.system.errors import UserError, unknown
 from narrowgauge.system.files import staged_directory
 from narrowgauge.trainer.checkpoint import save
@@ -24,6 +29,9 @@ from narrowgauge.trainer.checkpoint.interop.activations import (
     amax_of_scale,
     before_the_casts,
     in_llama_cpp,
+    needs_scale,
+    recorded_scale,
+    scale_of_amax,
 )
 from narrowgauge.trainer.checkpoint.interop.external_model import read_external_model
 from narrowgauge.trainer.checkpoint.interop.gguf_file import GGUF_FILE, read_gguf
@@ -43,22 +51,19 @@ from narrowgauge.trainer.checkpoint.interop.read_back import (
     wrong_input_scales,
 )
 from narrowgauge.trainer.checkpoint.interop.safetensors_reader import inside, read_json
-from narrowgauge.trainer.data import load_tokenizer
-from narrowgauge.trainer.runs.choices import EXPORT_FORMATS, READERS
+from narrowgauge.trainer.data import load_tokenizer, validation_batches
+from narrowgauge.trainer.runs.choices import EXPORT_FORMATS, READERS, RECORDED
 from narrowgauge.trainer.runs.run_directory import RunDirectory
-from narrowgauge.trainer.runs.use.calibration import activation_scales, layers_with_scales
-from narrowgauge.trainer.runs.use.trained_model import TrainedRun, imported_config, open_run
+from narrowgauge.trainer.runs.use.trained_model import TrainedRun, imported_config, open_run, run_data
 
 #: The formats that hold the codes and scales of the forward matmul.
 QUANTIZED = ("compressed-tensors", "modelopt")
+#: The most sequences that calibration reads, spread evenly over the text.
+SEQUENCES = 128
 
 
 def export_run(
-    run: Path,
-    to: str,
-    out: Path,
-    dtype: str | None = None,
-    calibrate: str | None = None,
+    run: Path, to: str, out: Path, dtype: str | None = None, calibrate: str | None = None
 ) -> tuple[TrainedRun, list[str]]:
     """Write the newest model of a run, or of any model that `open_run` opens, into a new folder.
 
@@ -102,11 +107,7 @@ def require_format(to: str, dtype: str | None, calibrate: str | None) -> None:
 
 
 def export_model(
-    source: TrainedRun,
-    to: str,
-    out: Path,
-    dtype: str | None = None,
-    calibrate: str | None = None,
+    source: TrainedRun, to: str, out: Path, dtype: str | None = None, calibrate: str | None = None
 ) -> list[str]:
     """`export_run` of a run that is open; returns the sentences."""
     scales = {} if calibrate is None else activation_scales(source, calibrate)
@@ -122,33 +123,25 @@ def export_model(
 
 
 def write_export(
-    folder: Path,
-    source: TrainedRun,
-    to: str,
-    dtype: str | None = None,
-    scales: Mapping[str, InputScale] | None = None,
+    folder: Path, source: TrainedRun, to: str, dtype: str | None, scales: Mapping[str, InputScale]
 ) -> list[str]:
     """Fill an empty folder with the files of a format; returns the sentences on what is held otherwise."""
-    model, weights = source.model, source.weights()
+    model, weights, stored = source.model, source.weights(), _plain_dtype(to, dtype)
+    tokenizer, special = source.tokenizer_file, source.special_tokens
     if to == "gguf":
-        settings = (source.tokenizer_file, _plain_dtype(to, dtype), source.special_tokens)
-        return write_gguf_model(folder / GGUF_FILE, model, weights, *settings) + in_llama_cpp(model)
-    stored = _plain_dtype(to, dtype)
-    assert stored is not None
-    folder_settings = (source.tokenizer_file, stored, source.special_tokens)
+        plain = stored if dtype else None  # the narrower of bf16 and fp32 that is exact
+        remarks = write_gguf_model(folder / GGUF_FILE, model, weights, tokenizer, plain, special)
+        return remarks + in_llama_cpp(model)
     if to in QUANTIZED:
-        return write_quantized(folder, model, weights, *folder_settings, scales, to)
+        return write_quantized(folder, model, weights, tokenizer, stored, special, scales, to)
     if to == "hf":
-        write_folder(folder, model.config, weights, *folder_settings)
+        write_folder(folder, model.config, weights, tokenizer, stored, special)
     else:
         write_llmc(folder / "model.bin", model.config, weights, stored)
     return before_the_casts(model)
 
 
-def _plain_dtype(to: str, dtype: str | None) -> torch.dtype | None:
-    """The dtype of weights without codes; None for the narrower of bf16 and fp32 that is exact."""
-    if to == "gguf":
-        return None if dtype is None else DTYPES[dtype]
+def _plain_dtype(to: str, dtype: str | None) -> torch.dtype:
     return DTYPES[dtype or ("bf16" if to in QUANTIZED else "fp32")]
 
 
@@ -159,7 +152,7 @@ def _read_back(
     model, weights, stored = source.model, source.weights(), _plain_dtype(to, dtype)
     if to == "gguf":
         found = read_gguf_model(read_gguf(folder / GGUF_FILE), model.config)
-        require_read_back(found, expected_values(model, weights, stored))
+        require_read_back(found, expected_values(model, weights, stored if dtype else None))
         return
     expected = {name: weight.to(stored).float() for name, weight in weights.items()}
     if to in QUANTIZED:
@@ -170,6 +163,79 @@ def _read_back(
         for wrong in wrong_input_scales(folder, model, amaxes, within=1 + 2.0**-20):
             raise UserError(f"the exported files were read back, and {wrong}; nothing was kept")
     require_read_back(read_external_model(folder).tensors, expected)
+
+
+def activation_scales(trained: TrainedRun, source: str) -> dict[str, InputScale]:
+    """The scale of the input of each layer that can store one, by our names (`activations.scale_of_amax`).
+
+    `source` is a source of text, as of a run, or `RECORDED`.
+    """
+    layers = layers_with_scales(trained.model)
+    if not layers:
+        raise UserError(
+            "no layer of this run has activations whose scale is stored (NVFP4, or FP8 with one scale), so "
+            "there is nothing to calibrate; leave --calibrate out"
+        )
+    scales = {name: recorded_scale(layer) for name, layer in layers.items()}
+    if source != RECORDED:
+        scales = _measured(trained, source, layers)
+    missing = [name for name, scale in scales.items() if scale is None]
+    if missing and source == RECORDED:
+        raise UserError(
+            f"the recipe remembers no amax of the input of {missing[0]!r}: it has neither delayed scales nor "
+            "a held amax there; name a text with --calibrate"
+        )
+    if missing:
+        raise UserError(
+            f"no token of {source} reached {missing[0]!r}, so its input has no scale; calibrate with "
+            "a longer text"
+        )
+    return {name: scale for name, scale in scales.items() if scale is not None}
+
+
+def layers_with_scales(model: torch.nn.Module) -> dict[str, Linear]:
+    """The layers whose input can have a stored scale."""
+    layers = narrow_layers(model)
+    return {n: layer for n, layer in layers.items() if needs_scale(layer.spec.casts["fprop.x"])}
+
+
+def _measured(trained: TrainedRun, source: str, layers: dict[str, Linear]) -> dict[str, InputScale | None]:
+    dataset, length = run_data(trained, source), trained.config.data.sequence_length
+    with input_amaxes(layers) as amaxes, torch.no_grad():
+        for number, window in enumerate(validation_batches(dataset.train, 1, length, sequences=SEQUENCES)):
+            trained.go_to_sample(number)
+            trained.model(window.x_BT)
+    broken = [name for name, amax in amaxes.items() if not amax < float("inf")]
+    if broken:
+        raise UserError(
+            f"the input of {broken[0]!r} is not finite on {source}, so it has no scale; calibrate with "
+            "another text, or export an earlier checkpoint"
+        )
+    return {
+        name: scale_of_amax(layer.spec.casts["fprop.x"], amaxes[name]) if amaxes.get(name) else None
+        for name, layer in layers.items()
+    }
+
+
+@contextmanager
+def input_amaxes(layers: dict[str, Linear]) -> Iterator[dict[str, float]]:
+    """The largest magnitude of the inputs of layers, in what runs meanwhile."""
+    found: dict[str, float] = {}
+
+    def hook(name: str) -> Callable[..., None]:
+        def see(_: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+            if inputs[0].numel():
+                amax = float(inputs[0].abs().max())
+                found[name] = amax if amax != amax else max(found.get(name, 0.0), amax)
+
+        return see
+
+    handles = [layer.register_forward_pre_hook(hook(name)) for name, layer in layers.items()]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def differences_from_run(folder: Path, source: TrainedRun, to: str) -> list[Difference]:

@@ -37,8 +37,13 @@ from narrowgauge.trainer.checkpoint.interop.read_back import (
 from narrowgauge.trainer.data import validation_batches
 from narrowgauge.trainer.data.cache import Progress
 from narrowgauge.trainer.runs.choices import SERVERS
-from narrowgauge.trainer.runs.use.calibration import input_amaxes, layers_with_scales
-from narrowgauge.trainer.runs.use.export import differences_from_run, export_model, format_of
+from narrowgauge.trainer.runs.use.export import (
+    differences_from_run,
+    export_model,
+    format_of,
+    input_amaxes,
+    layers_with_scales,
+)
 from narrowgauge.trainer.runs.use.servers import Server, require_installed
 from narrowgauge.trainer.runs.use.trained_model import TrainedRun, open_run, plain_model, run_data
 
