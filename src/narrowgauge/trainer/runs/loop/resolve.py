@@ -59,25 +59,20 @@ def lay_out(config: Config, processes: int, run: Path | None = None) -> Layout:
         processes: the number of all processes.
         run: the run directory. If a run has begun there, its micro-batch is kept if it fits.
     """
-    t, recorded = config.training, 0
-    if t.fit_micro_batch:
-        recorded = RunDirectory(run).micro_batch_size() if run is not None else 0
-        size = largest_size(t.batch_size, _resolve(config, processes), recorded or t.micro_batch_size)
-        config = config.with_training(micro_batch_size=size)
-    dims = parallel_dims_of(config, processes)
-    return Layout(config, dims, _choice(config.training, dims, recorded))
-
-
-def _choice(training: TrainingSection, dims: ParallelDims, recorded: int) -> str:
-    size, default = training.micro_batch_size, TrainingSection.model_fields["micro_batch_size"].default
-    if not training.fit_micro_batch or size == default == (recorded or default):
-        return ""
-    chosen = f"micro-batches of {size} (training.micro_batch_size)"
+    t, default = config.training, TrainingSection.model_fields["micro_batch_size"].default
+    if not t.fit_micro_batch:
+        return Layout(config, parallel_dims_of(config, processes), "")
+    recorded = RunDirectory(run).micro_batch_size() if run is not None else 0
+    size = largest_size(t.batch_size, _resolve(config, processes), recorded or t.micro_batch_size)
+    config = config.with_training(micro_batch_size=size)
+    dims, choice = parallel_dims_of(config, processes), f"micro-batches of {size} (training.micro_batch_size)"
+    if size == default == (recorded or default):
+        return Layout(config, dims, "")
     if size == recorded:
-        return f"{chosen}, as before in this run"
+        return Layout(config, dims, f"{choice}, as before in this run")
     before = f"; they were of {recorded}" if recorded else ""
-    share = f"{training.batch_size // dims.data} of the {training.batch_size} sequences of a step"
-    return f"{chosen}, which was chosen: each process has {share}{before}"
+    share = f"{t.batch_size // dims.data} of the {t.batch_size} sequences of a step"
+    return Layout(config, dims, f"{choice}, which was chosen: each process has {share}{before}")
 
 
 def parallel_dims_of(config: Config, processes: int) -> ParallelDims:

@@ -126,26 +126,23 @@ def held_out_loss(trained: TrainedRun, tokens: Mixture, length: int, batches: in
 
 
 @torch.no_grad()
-def under_recipe(trained: TrainedRun, recipe: str) -> TrainedRun:
-    """The run with a copy of its model that computes with another recipe, its weights read as float32."""
-    config, weights = with_recipe(trained.config, recipe), trained.weights()
-    model = build_model(config.spec, next(trained.model.parameters()).device)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        parameter.copy_(weights[name])
-    return replace(trained, config=config, model=model.eval())
-
-
 def two_losses(
     trained: TrainedRun, recipe: str, tokens: Mixture, length: int, batches: int | None
 ) -> dict[str, float]:
     """The losses in nats per token: `own`, and one with the forward pass of another recipe, under its name.
 
-    The held-out tokens are taken in sequences of `length` tokens, as many as in `batches` of the run's.
+    The held-out tokens are taken in sequences of `length` tokens, as many as in `batches` of the run's. The
+    other recipe computes with a copy of the model, whose weights are read as float32.
     """
     own = held_out_loss(trained, tokens, length, batches)
     if trained.config.recipe.name == recipe and not trained.config.recipe.places:
         return {"own": own, recipe: own}
-    return {"own": own, recipe: held_out_loss(under_recipe(trained, recipe), tokens, length, batches)}
+    config, weights = with_recipe(trained.config, recipe), trained.weights()
+    model = build_model(config.spec, next(trained.model.parameters()).device)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        parameter.copy_(weights[name])
+    other = replace(trained, config=config, model=model.eval())
+    return {"own": own, recipe: held_out_loss(other, tokens, length, batches)}
 
 
 def keep_losses(run: Path, step: int, losses: Mapping[str, float], asked: Mapping[str, Any]) -> None:

@@ -83,20 +83,20 @@ class Profile:
         with record_function(f"step {number}"):
             result = take()
         self._wall_s.append(time.perf_counter() - start)
-        return result, (self._finish() if is_last or self._taken == _SKIPPED + self.steps else None)
+        if not is_last and self._taken < _SKIPPED + self.steps:
+            return result, None
+        self._profiler.stop()
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._profiler.export_chrome_trace(str(self.trace))
+        events, self._profiler = self._profiler.events(), None
+        on_gpu = self.device.type == "cuda"
+        return result, step_time(events, sum(self._wall_s), len(self._wall_s), on_gpu)
 
     def close(self) -> None:
         """Stop recording, and discard an unfinished profile."""
         if self._profiler is not None:
             self._profiler.stop()
             self._profiler = None
-
-    def _finish(self) -> StepTime:
-        self._profiler.stop()
-        self.directory.mkdir(parents=True, exist_ok=True)
-        self._profiler.export_chrome_trace(str(self.trace))
-        events, self._profiler = self._profiler.events(), None
-        return step_time(events, sum(self._wall_s), len(self._wall_s), on_gpu=self.device.type == "cuda")
 
 
 def step_time(events: Iterable[Any], wall_s: float, steps: int, on_gpu: bool) -> StepTime:

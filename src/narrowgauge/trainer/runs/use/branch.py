@@ -98,7 +98,17 @@ def _continued(before: Config, after: Config, checkpoint: Path) -> Trainer:
     a.restore(checkpoint)
     b.step = a.step
     b.follow_rules()  # by now a rule may keep state in other casts
-    _copy(a, b)
+    sources = dict(a.model.named_parameters())
+    with torch.no_grad():
+        for name, p in b.model.named_parameters():
+            write_weight(p, master_or_weight(sources[name]))
+            b.optimizer.state[p]["step"].copy_(a.optimizer.state[sources[name]]["step"])
+            moments = a.optimizer.moments(sources[name])
+            for place, moment in b.optimizer.moments(p).items():
+                if place in moments:
+                    moment.write(moments[place].read())
+    b.guard = a.guard
+    b.guard.raised = []  # by the other recipe
     return b
 
 
@@ -108,18 +118,3 @@ def with_recipe(config: Config, recipe: str) -> Config:
     kept = {key: value for key, value in config.recipe.places.items() if key == OFFLOAD}
     tables["recipe"] = {"name": recipe, "backend": config.recipe.backend, **kept}
     return make_config(tables)
-
-
-@torch.no_grad()
-def _copy(a: Trainer, b: Trainer) -> None:
-    """Copy the state of `a` into `b`."""
-    sources = dict(a.model.named_parameters())
-    for name, p in b.model.named_parameters():
-        write_weight(p, master_or_weight(sources[name]))
-        b.optimizer.state[p]["step"].copy_(a.optimizer.state[sources[name]]["step"])
-        moments = a.optimizer.moments(sources[name])
-        for place, moment in b.optimizer.moments(p).items():
-            if place in moments:
-                moment.write(moments[place].read())
-    b.guard = a.guard
-    b.guard.raised = []  # by the other recipe

@@ -14,7 +14,7 @@ training's inputs. Log-probabilities are compared over the whole vocabulary, in 
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
@@ -44,7 +44,7 @@ from narrowgauge.trainer.runs.use.export import (
     input_amaxes,
     layers_with_scales,
 )
-from narrowgauge.trainer.runs.use.servers import Server, require_installed
+from narrowgauge.trainer.runs.use.servers import require_installed, serve
 from narrowgauge.trainer.runs.use.trained_model import TrainedRun, open_run, plain_model, run_data
 
 EQUAL, DIFFERENT, UNDECIDED = "equal", "different", "undecided"
@@ -224,20 +224,20 @@ def served(
         plain = plain_model(read_external_model(files))
         losses = dict.fromkeys(("trainer", "file", "server"), 0.0)
         to_trainer, to_file = Compared(), Compared()
-        with Server(server, files, length) as program:
-            version = program.ask("version")
+        with serve(server, files, length) as ask:
+            version = ask("version")
             for number, window in enumerate(windows):
                 ids, targets = window.x_BT, window.y_BT[0]
                 trained.go_to_sample(number)
                 with torch.no_grad():
                     passes = {"trainer": trained.model(ids)[0], "file": plain(ids)[0]}
-                passes["server"] = torch.from_numpy(program.ask("logits", ids[0].tolist()))
+                passes["server"] = torch.from_numpy(ask("logits", ids[0].tolist()))
                 logs = {name: t.double().log_softmax(-1) for name, t in passes.items()}
                 for name, log in logs.items():
                     losses[name] -= float(log.gather(1, targets[:, None]).mean()) / len(windows)
                 to_trainer.add(logs["trainer"], logs["server"], targets)
                 to_file.add(logs["file"], logs["server"], targets)
-            texts = _other_ids(trained, program, [window.x_BT[0].tolist() for window in windows])
+            texts = _other_ids(trained, ask, [window.x_BT[0].tolist() for window in windows])
         if folder is not None and has_input_scales(folder):
             different += wrong_input_scales(folder, trained.model, amaxes)
     narrow = narrow_layers(trained.model)
@@ -248,11 +248,13 @@ def served(
     return Served(*subject, to_trainer, to_file, texts, margin, weights, inputs, tuple(different))
 
 
-def _other_ids(trained: TrainedRun, server: Server, sequences: list[list[int]]) -> tuple[int, int] | None:
+def _other_ids(
+    trained: TrainedRun, ask: Callable[..., Any], sequences: list[list[int]]
+) -> tuple[int, int] | None:
     """How many texts the server's tokenizer gives other ids than the run's, and of how many."""
     if trained.tokenizer_file is None or trained.config.data.tokenizer.startswith("ids-"):
         return None
     tokenizer = trained.tokenizer
     ends = [list(takewhile(lambda i: i != tokenizer.end_of_document, ids)) for ids in sequences]
     texts = [text for ids in ends if (text := tokenizer.decode(ids))]
-    return sum(server.ask("ids", text) != tokenizer.encode(text) for text in texts), len(texts)
+    return sum(ask("ids", text) != tokenizer.encode(text) for text in texts), len(texts)

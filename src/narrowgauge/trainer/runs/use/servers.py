@@ -49,40 +49,34 @@ def require_installed(name: str) -> None:
         raise UserError(f"{name} is not installed here; python -m pip install {package}")
 
 
-class Server:
-    """A server of the model in a folder, for sequences of up to `length` tokens; use it in a `with` block."""
+@contextmanager
+def serve(name: str, folder: Path, length: int) -> Iterator[Callable[..., Any]]:
+    """Serve the model in a folder, for sequences of up to `length` tokens; `ask(question, value)` answers.
 
-    def __init__(self, name: str, folder: Path, length: int) -> None:
-        self.name, self._folder = name, TemporaryDirectory()
-        self._words = Path(self._folder.name) / "words"
-        self._process = Answering(
-            _serving, name, str(folder), length, torch.get_num_threads(), str(self._words)
-        )
+    version           of its package
+    logits   ids      float32 (T, V), after each token
+    ids      text     without those that begin a text
+    """
+    with TemporaryDirectory() as temporary:
+        words = Path(temporary) / "words"
+        process = Answering(_serving, name, str(folder), length, torch.get_num_threads(), str(words))
 
-    def __enter__(self) -> "Server":
-        return self
+        def ask(question: str, value: object = None) -> Any:
+            try:
+                return process.ask((question, value))
+            except Exception as error:
+                said = words.read_text(errors="replace") if words.exists() else ""
+                found = re.search(r".*ASSERT.*|\b[A-Z]\w+Error: .+", said)
+                reason = found.group() if found else format_exception_only(error)[-1].strip()
+                raise UserError(
+                    f"{name} did not serve the model: {reason}; try another --with or --to, or report it to "
+                    f"{name}"
+                ) from None
 
-    def __exit__(self, *_: object) -> None:
-        self._process.end(grace_s=_GRACE_S)
-        self._folder.cleanup()
-
-    def ask(self, question: str, value: object = None) -> Any:
-        """An answer of the server.
-
-        version           of its package
-        logits   ids      float32 (T, V), after each token
-        ids      text     without those that begin a text
-        """
         try:
-            return self._process.ask((question, value))
-        except Exception as error:
-            words = self._words.read_text(errors="replace") if self._words.exists() else ""
-            found = re.search(r".*ASSERT.*|\b[A-Z]\w+Error: .+", words)
-            reason = found.group() if found else format_exception_only(error)[-1].strip()
-            raise UserError(
-                f"{self.name} did not serve the model: {reason}; try another --with or --to, or report it to "
-                f"{self.name}"
-            ) from None
+            yield ask
+        finally:
+            process.end(grace_s=_GRACE_S)
 
 
 @contextmanager
