@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 from narrowgauge.system.lazy import import_on_use
 
 if TYPE_CHECKING:
-    from narrowgauge.trainer.runs.choices import PROFILED as PROFILED
     from narrowgauge.trainer.runs.loop.default_out import default_out as default_out
     from narrowgauge.trainer.runs.loop.loop import OutOfMemory as OutOfMemory
     from narrowgauge.trainer.runs.loop.resolve import Layout as Layout

@@ -26,7 +26,7 @@ from narrowgauge.trainer.data import Loader
 from narrowgauge.trainer.distributed import START
 from narrowgauge.trainer.models import Transformer, generate
 from narrowgauge.trainer.runs.loop.recovery import record_raises, recover
-from narrowgauge.trainer.runs.loop.run_context import RunContext, now, provenance
+from narrowgauge.trainer.runs.loop.run_context import RunContext, now
 from narrowgauge.trainer.runs.loop.validation import validation_loss
 from narrowgauge.trainer.runs.monitor import hardware
 from narrowgauge.trainer.runs.use.trained_model import held_out_batches, open_run
@@ -65,7 +65,7 @@ def start_or_resume(context: RunContext, changes: Mapping[str, tuple[object, obj
     require_space_for_run(directory.checkpoints, plan.space, plan.keep)
     directory.adopt(context.run.config, changes, context.dataset.digest, trainer.step, context.run_id)
     event = "start" if checkpoint is None else "resume"
-    directory.record({"event": event, "step": trainer.step, **provenance(), **context.facts})
+    directory.record({"event": event, "step": trainer.step, **context.facts})
     record_raises(context, trainer)
     directory.set_status("running", "")
     return trainer

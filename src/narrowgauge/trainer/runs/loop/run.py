@@ -5,6 +5,7 @@ The same call starts a run, resumes a stopped one, and does nothing for a finish
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from narrowgauge.trainer.runs.loop.resolve import Run, open_checked_data, resolv
 from narrowgauge.trainer.runs.loop.run_context import Checkpointer, RunContext
 from narrowgauge.trainer.runs.monitor import hardware
 from narrowgauge.trainer.runs.monitor.arithmetic import AttentionShape, choose_arithmetic
-from narrowgauge.trainer.runs.monitor.loggers import Loggers
+from narrowgauge.trainer.runs.monitor.loggers import SINKS, Loggers
 from narrowgauge.trainer.runs.monitor.memory_check import out_of_memory_message
 from narrowgauge.trainer.runs.monitor.profiler import Profile
 from narrowgauge.trainer.runs.monitor.progress import Display
@@ -100,7 +101,8 @@ def _train(
     """Train in the locked run directory, and record how the run ended."""
     config, path, device = resolved.config, resolved.path, resolved.device
     profile = Profile(path / "profile", coordinator.rank, device, profiled_steps) if profiled_steps else None
-    sinks = Loggers.of(config.log.sinks, path, config.model_dump(mode="json"), display.log)
+    values = config.model_dump(mode="json")
+    sinks = Loggers({name: partial(SINKS[name], path, values) for name in config.log.sinks}, display.log)
     directory = (RunWriter if coordinator.rank == 0 else NullRunWriter)(path, display.log, sinks=sinks)
     checkpointer = Checkpointer(directory, display.log, coordinator, config.checkpoint.asynchronous)
     coordinator.record_failures_in(path, lambda cause: RunDirectory(path).set_status("failed", cause))

@@ -138,12 +138,18 @@ class RunContext:
 
     @cached_property
     def facts(self) -> dict[str, Any]:
-        """The facts about the run that its start and resume events record."""
+        """The origin of the run and the facts about it that its start and resume events record."""
         run, config = self.run, self.run.config
+        try:
+            installed = version("narrowgauge")
+        except PackageNotFoundError:  # imported from source without being installed
+            installed = "from source"
+        origin = {"time": now(), "host": platform.node(), "version": installed, "command": command_line()}
         peak = yardstick.Yardstick(None, "")
         if self.coordinator.rank == 0:  # it records for all; simultaneous measurements would slow each other
             peak = yardstick.yardstick(run.device, DTYPES[config.spec.recipe.compute])
         return {
+            **origin,
             "recipe": config.spec.recipe.name,
             "backend": run.backend.name,
             "backend_reason": run.backend.reason,
@@ -171,12 +177,3 @@ def command_line() -> str:
     program, *words = sys.argv or [""]
     name = "narrowgauge" if Path(program).name in ("__main__.py", "-m") else Path(program).name
     return shlex.join([name, *words])
-
-
-def provenance() -> dict[str, str]:
-    """The facts about a run's origin in its start and resume events."""
-    try:
-        installed = version("narrowgauge")
-    except PackageNotFoundError:  # imported from source without being installed
-        installed = "from source"
-    return {"time": now(), "host": platform.node(), "version": installed, "command": command_line()}

@@ -12,7 +12,6 @@ import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -101,11 +100,6 @@ class Loggers:
         """Take functions that open sinks at a step, by name, and one that prints a warning."""
         self._openers, self._sinks, self._log = dict(openers or {}), dict[str, Sink](), log
 
-    @classmethod
-    def of(cls, names: Iterable[str], path: Path, config: Mapping[str, Any], log: Log) -> "Loggers":
-        """The sinks with these names (`SINKS`)."""
-        return cls({name: partial(SINKS[name], path, config) for name in names}, log)
-
     def metrics(self, line: Mapping[str, Any]) -> None:
         """Send the values of a line of metrics.jsonl; events are not sent."""
         if self._openers and "event" not in line:
@@ -114,13 +108,11 @@ class Loggers:
     def gauges(self, lines: Iterable[Mapping[str, Any]]) -> None:
         """Send the lines of one step of gauges.jsonl, named `gauges/PLACE/LAYER/FIGURE`."""
         values: Values = {}
-        step = 0
         for line in lines if self._openers else ():
-            step = line["step"]
             prefix = f"gauges/{line['place']}/{line['layer']}"
             values |= {f"{prefix}/{name}": value for name, value in numbers(line).items()}
         if values:
-            self._put(step, values)
+            self._put(line["step"], values)
 
     def close(self) -> None:
         """Let each program send what is left."""

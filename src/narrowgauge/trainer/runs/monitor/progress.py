@@ -5,7 +5,6 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from math import inf
 from statistics import median
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console
@@ -43,9 +42,7 @@ class Display:
         self._live.start()
         return self
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._live.stop()
 
     def log(self, line: str) -> None:
