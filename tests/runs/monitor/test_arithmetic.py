@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from narrowgauge.kernels import choose_attention
-from narrowgauge.kernels.attention import attend, in_order
+from narrowgauge.kernels import attention_in_order, choose_attention
+from narrowgauge.kernels.attention import attend
 from narrowgauge.quantization.passes import build
 from narrowgauge.system.errors import UserError
 from narrowgauge.system.operating_system import cores_of_others
@@ -134,7 +134,7 @@ def test_a_run_goes_on_in_the_arithmetic_it_began_with(
     interrupted(path, 4)
     monkeypatch.setenv(variable, then)
     monkeypatch.setenv("NARROWGAUGE_KERNELS", str(int(has_c)))
-    assert in_order.has_c() == has_c
+    assert attention_in_order.has_c() == has_c
     train("run", changes)
     (event,) = look(path).events("resume")
     assert event["products" if variable == PRODUCTS else "attention"] == first
