@@ -178,8 +178,7 @@ class RunDirectory:
     def claim(self, config: Config, allowed: Sequence[str] = ()) -> ConfigDiff:
         """Initialize the directory for a configuration, or check that it belongs to that configuration.
 
-        Returns:
-            The differences, all in keys of `allowed`. Nothing is changed yet; see `adopt`.
+        Returns the differences, all in keys of `allowed`. Nothing is changed yet; see `adopt`.
         """
         try:
             make_directory(self.path)
@@ -337,11 +336,7 @@ class RunWriter(RunDirectory):
             self._warn(self.metrics, error)
 
     def keep_metrics_until(self, step: int, rollbacks: int | None = None) -> None:
-        """Drop the lines of steps after `step`, including those not yet written.
-
-        Raises:
-            OSError: the files cannot be written.
-        """
+        """Drop the lines of steps after `step`, including those not yet written."""
         self.flush()
         super().keep_metrics_until(step, rollbacks)
 
@@ -351,11 +346,7 @@ class RunWriter(RunDirectory):
             self._append(file, [])
 
     def require_there(self) -> None:
-        """Check that the path is still the directory in which the run began.
-
-        Raises:
-            FileNotFoundError: it is gone, or another directory is in its place.
-        """
+        """Check that the path is still the directory in which the run began, and no other in its place."""
         if _identity(self.path) != self.identity:
             raise FileNotFoundError(
                 ENOENT, "the run directory is gone, and another one is in its place", str(self.path)

@@ -72,11 +72,7 @@ def start_or_resume(context: RunContext, changes: Mapping[str, tuple[object, obj
 
 
 def train(context: RunContext, trainer: Trainer, requests: Requests) -> None:
-    """Take all remaining steps.
-
-    Raises:
-        Preempted: a signal arrived; the state is saved.
-    """
+    """Take all remaining steps, or raise `Preempted` if a signal arrived and the state is saved."""
     directory, steps = context.directory, context.run.config.training.steps
     if trainer.step == 0:
         found = _validate(context, trainer)

@@ -47,11 +47,7 @@ from narrowgauge.trainer.training.step.trainer import Trainer
 def recover(context: RunContext, trainer: Trainer, loss: float, norm: float) -> bool:
     """Act on `trainer.verdict` on the last step, which had this loss and gradient norm.
 
-    Returns:
-        Whether the run was rolled back, so that its data must be opened again.
-
-    Raises:
-        Diverged: the limit of skips or rollbacks is reached.
+    Returns whether the run was rolled back, so that its data must be opened again.
     """
     verdict, guard, step = trainer.verdict, trainer.guard, trainer.step
     if verdict.action == "raise":
