@@ -168,7 +168,9 @@ def resolve(
     require_sinks(config.log.sinks)
     check_vocabulary(config)
     memory = require_memory(config, device, layout.parallel_dims)
-    hardware.limit_memory(device, parse_bytes(config.training.memory_limit))
+    if device.type == "cuda" and (limit := parse_bytes(config.training.memory_limit)):
+        share = min(1.0, limit / hardware.total_memory(device))
+        torch.cuda.set_per_process_memory_fraction(share, device)  # what the allocator gives out
     tokens = config.training.micro_batch_size * config.data.sequence_length
     sentences = placement(spec.model, spec.recipe, tokens)
     grid, choice = layout.parallel_dims, layout.choice

@@ -100,12 +100,6 @@ def memory_at_peak(device: torch.device) -> dict[str, int]:
     }
 
 
-def limit_memory(device: torch.device, limit: int) -> None:
-    """Make a GPU's allocator refuse more than `limit` bytes; 0 for no limit."""
-    if device.type == "cuda" and limit:
-        torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total_memory(device)), device)
-
-
 @contextmanager
 def memory_kept(device: torch.device) -> Iterator[None]:
     """Keep the memory of freed CPU tensors in the process for later tensors.
