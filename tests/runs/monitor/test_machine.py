@@ -1,4 +1,4 @@
-"""The arithmetic of a CPU: free cores, the faster of two matmuls and attentions; a resumed run keeps them."""
+"""What is measured of a machine: free cores, the faster arithmetic, which a resumed run keeps, its peak."""
 
 import json
 import os
@@ -15,6 +15,7 @@ from narrowgauge.system.operating_system import cores_of_others
 from narrowgauge.system.torch_compat import cpu_multiplies_bf16
 from narrowgauge.trainer.runs.choices import ATTENTION, PRODUCTS
 from narrowgauge.trainer.runs.monitor import arithmetic
+from narrowgauge.trainer.runs.monitor import yardstick as module
 from narrowgauge.trainer.runs.monitor.arithmetic import (
     AttentionShape,
     choice_of,
@@ -22,9 +23,17 @@ from narrowgauge.trainer.runs.monitor.arithmetic import (
     measured_products,
     threads_of,
 )
+from narrowgauge.trainer.runs.monitor.yardstick import Yardstick, measure, yardstick
 from support.runs import interrupted
 
 HAS_BF16 = "bf16" if cpu_multiplies_bf16() else "fp32"
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path))
+    return tmp_path
 
 
 #: (variable, what is asked for, the lines of the run, what it computes with)
@@ -51,37 +60,35 @@ def test_a_run_keeps_what_it_began_with_or_takes_what_is_asked_for(
         assert choice_of(what, lines, pytest.fail) == expected
 
 
-def test_the_faster_one_is_chosen_and_kept(monkeypatch, tmp_path):
-    monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path))
+def test_the_faster_one_is_chosen_and_kept(monkeypatch, cache):
     monkeypatch.setattr(arithmetic, "cpu_multiplies_bf16", lambda: True)
     for fp32, expected in [(1.0, "fp32"), (3.0, "fp32"), (3.0, "bf16")]:  # the second was kept
         seconds = {torch.bfloat16: 2.0, torch.float32: fp32}
         monkeypatch.setattr(arithmetic, "fastest_tries", lambda n, device, dtype, s=seconds: [s[dtype]] * 3)
         assert measured_products() == expected
         if fp32 == 3.0:
-            next((tmp_path / "products").iterdir()).write_text("{torn")
+            next((cache / "products").iterdir()).write_text("{torn")
 
 
 def test_all_ranks_compute_as_the_first_one_chose():
     """The choice travels as JSON; at first it did not, and a run on two processes could not begin."""
-    said, cpu, shape = [], torch.device("cpu"), AttentionShape(32, 64)
+    said, shape = [], AttentionShape(32, 64)
 
     def broadcast(value):
         said.append(json.dumps(value))
         return json.loads(said[0])
 
     ranks = [SimpleNamespace(rank=rank, broadcast=broadcast) for rank in (0, 1)]
-    first = arithmetic.choose_arithmetic(1, shape, lambda: [], cpu, ranks[0], print)
+    first = arithmetic.choose_arithmetic(1, shape, lambda: [], CPU, ranks[0], print)
     try:
-        assert arithmetic.choose_arithmetic(1, shape, lambda: 1 / 0, cpu, ranks[1], print) == first
+        assert arithmetic.choose_arithmetic(1, shape, lambda: 1 / 0, CPU, ranks[1], print) == first
     finally:
         arithmetic.NO_CHOICE.choose()
     assert first.facts == {"products": HAS_BF16, "attention": "torch"}
 
 
 @pytest.mark.skipif(not build.compiler(), reason="there is no C compiler")
-def test_the_faster_attention_is_chosen_by_head_and_length_and_kept(monkeypatch, tmp_path):
-    monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path))
+def test_the_faster_attention_is_chosen_by_head_and_length_and_kept(monkeypatch, cache):
     monkeypatch.delenv(ATTENTION, raising=False)
     assert measured_attention(AttentionShape(32, 64)) in ("in-order", "torch")  # truly timed
     for shape, in_order_s, fp32_s, expected in (
@@ -189,3 +196,27 @@ def test_threads_are_the_free_cores_or_those_of_before(cores, machine, pinned, l
 
 def test_the_cores_of_other_programs_are_counted():
     assert 0 <= cores_of_others() <= os.cpu_count()
+
+
+def test_the_peak_is_measured_once_and_the_same_for_every_recipe(cache):
+    first = yardstick(CPU, torch.float32)
+    assert 1e9 < first.flops < 1e15
+    assert f"{first.flops / 1e12:.3g} TFLOP/s, the fastest " in first.source
+    assert "matmul (CPU, 1 thread; measured 20" in first.source
+    (entry,) = cache.rglob("*.json")
+    assert yardstick(CPU, torch.bfloat16) == first == Yardstick(**json.loads(entry.read_text()))
+    entry.write_text("{")
+    assert yardstick(CPU, torch.float32).flops > 0
+
+
+def test_a_machine_has_the_peak_of_its_faster_dtype_if_it_can_be_repeated(cache, monkeypatch):
+    """A busy machine: the third fastest try takes twice as long as the fastest."""
+    seconds = {torch.float32: 0.02, torch.bfloat16: 0.01}
+    monkeypatch.setattr(module, "fastest_tries", lambda n, device, dtype: [seconds[dtype]] * 3)
+    faster = measure(CPU, torch.float32)
+    assert "bfloat16" in faster.source
+    monkeypatch.setattr(module, "fastest_tries", lambda *_: [0.01, 0.012, 0.02])
+    found = yardstick(CPU, torch.float32)
+    assert found.flops is None
+    assert "the device is busy" in found.source
+    assert not list(cache.rglob("*.json")), "and is tried again by the next run"
