@@ -52,7 +52,7 @@ class _View(NamedTuple):
 
     def programs(self, tile: tuple[int, int]) -> tuple[int, int]:
         """The grid of a launch."""
-        return cdiv(self.R, tile[0]), cdiv(self.K_OUT, tile[1])
+        return -(-self.R // tile[0]), -(-self.K_OUT // tile[1])
 
 
 @lru_cache(1024)  # a model has a few dozen

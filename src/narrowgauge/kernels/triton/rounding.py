@@ -14,6 +14,7 @@ for both normal and subnormal values; a k that rounds up to 2^(M + 1) carries in
 float32, as int32: these are ordered as the values are, and every infinity and NaN is at least INFINITE.
 """
 
+import sys
 from typing import Any
 
 import torch
@@ -25,8 +26,8 @@ from narrowgauge.kernels.triton.arithmetic import INFINITE, narrow, wide
 from narrowgauge.kernels.triton.launch import launch, next_power_of_2, tl, triton
 
 FLOAT_MAX = tl.constexpr(3.4028234663852886e38)
-
-# The positions in a grid.
+# Positions in a grid, read as `at.MAX`: at each launch Triton compares globals, but no module's attributes.
+at = sys.modules[__name__]
 MAX, EMIN, M, BITS, TWOS, MINUS_ZERO, ROUNDING, RANDOM_BITS = (tl.constexpr(i) for i in range(8))
 
 
@@ -38,8 +39,7 @@ def grid_of(fmt: Format, rounding: str = "nearest-even", random_bits: int = 24) 
 
 def is_converted(element: Format, rounding: str, device: torch.device) -> bool:
     """Whether a GPU instruction rounds the elements (`to_fp8`)."""
-    is_nearest = rounding == "nearest-even"
-    return element.name in ("e4m3", "e5m2") and is_nearest and converts_to_fp8(device)
+    return element.name in ("e4m3", "e5m2") and rounding == "nearest-even" and converts_to_fp8(device)
 
 
 def stream_tensors(random: object, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -83,31 +83,31 @@ def bits_of(key_0, key_1, index):
 def to_grid(x, random, G: tl.constexpr):
     """(k, exponent field, sign bit) of finite float32 values; `random` is for "stochastic" only."""
     sign = x.to(tl.int32, bitcast=True) & -0x80000000
-    magnitude = tl.minimum(tl.abs(x), G[MAX])
-    e = tl.maximum(magnitude.to(tl.int32, bitcast=True) & 0x7F800000, (G[EMIN] + 127) << 23)
-    t = magnitude * (0x7F000000 - e + (G[M] << 23)).to(tl.float32, bitcast=True)  # 1 / quantum, exact
+    magnitude = tl.minimum(tl.abs(x), G[at.MAX])
+    e = tl.maximum(magnitude.to(tl.int32, bitcast=True) & 0x7F800000, (G[at.EMIN] + 127) << 23)
+    t = magnitude * (0x7F000000 - e + (G[at.M] << 23)).to(tl.float32, bitcast=True)  # 1 / quantum, exact
     k = t.to(tl.int32)
     fraction = t - k.to(tl.float32)
-    if G[ROUNDING] == "nearest-even":
-        code = k if G[M] else (e >> 23) - (G[EMIN] + 127) + k  # without mantissa bits, of each binade
+    if G[at.ROUNDING] == "nearest-even":
+        code = k if G[at.M] else (e >> 23) - (G[at.EMIN] + 127) + k  # without mantissa bits, of each binade
         up = (fraction > 0.5) | ((fraction == 0.5) & ((code & 1) == 1))
         k += up.to(tl.int32)
-    elif G[ROUNDING] == "half-away":
+    elif G[at.ROUNDING] == "half-away":
         k += (fraction >= 0.5).to(tl.int32)
-    elif G[ROUNDING] == "stochastic":
-        if G[RANDOM_BITS] == 24:
+    elif G[at.ROUNDING] == "stochastic":
+        if G[at.RANDOM_BITS] == 24:
             k += (fraction > random).to(tl.int32)
         else:
-            r = (random * 2.0 ** G[RANDOM_BITS]).to(tl.int32).to(tl.float32)
-            k += (fraction >= 1.0 - r * 2.0 ** -G[RANDOM_BITS]).to(tl.int32)
+            r = (random * 2.0 ** G[at.RANDOM_BITS]).to(tl.int32).to(tl.float32)
+            k += (fraction >= 1.0 - r * 2.0 ** -G[at.RANDOM_BITS]).to(tl.int32)
     return k, e, sign
 
 
 @triton.jit
 def value_of(k, e, sign, G: tl.constexpr):
     """The float32 values on the grid."""
-    value = k.to(tl.float32) * (e - (G[M] << 23)).to(tl.float32, bitcast=True)
-    if not G[MINUS_ZERO]:
+    value = k.to(tl.float32) * (e - (G[at.M] << 23)).to(tl.float32, bitcast=True)
+    if not G[at.MINUS_ZERO]:
         sign = tl.where(k == 0, 0, sign)
     return (value.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
 
@@ -115,13 +115,13 @@ def value_of(k, e, sign, G: tl.constexpr):
 @triton.jit
 def code_of(k, e, sign, G: tl.constexpr):
     """Their codes, uint8."""
-    if G[TWOS]:
-        code = tl.where(sign != 0, -k, k) & ((1 << G[BITS]) - 1)
+    if G[at.TWOS]:
+        code = tl.where(sign != 0, -k, k) & ((1 << G[at.BITS]) - 1)
     else:
         minus = sign != 0
-        if not G[MINUS_ZERO]:
+        if not G[at.MINUS_ZERO]:
             minus = minus & (k != 0)
-        code = ((e >> 23) - (G[EMIN] + 127) << G[M]) + k | tl.where(minus, 1 << (G[BITS] - 1), 0)
+        code = ((e >> 23) - (G[at.EMIN] + 127) << G[at.M]) + k | tl.where(minus, 1 << (G[at.BITS] - 1), 0)
     return code.to(tl.uint8)
 
 
@@ -133,8 +133,8 @@ def to_fp8(x, G: tl.constexpr):
     including subnormals, carries and the sign of zero; values larger than MAX become MAX. One instruction
     produces two codes; `to_grid` and `code_of` take forty for each.
     """
-    x = tl.minimum(tl.maximum(x, -G[MAX]), G[MAX])  # Triton does not guarantee saturation
-    return x.to(tl.float8e4nv if G[M] == 3 else tl.float8e5)
+    x = tl.minimum(tl.maximum(x, -G[at.MAX]), G[at.MAX])  # Triton does not guarantee saturation
+    return x.to(tl.float8e4nv if G[at.M] == 3 else tl.float8e5)
 
 
 @triton.jit
@@ -207,7 +207,7 @@ def nvfp4_scale(amax, outer, INVERSE_LARGEST: tl.constexpr, S: tl.constexpr):
     product = scale * tl.math.div_rn(1.0, outer)
     zero = product == 0
     encode = tl.math.div_rn(tl.full(amax.shape, 1.0, tl.float32), tl.where(zero, 1.0, product))
-    code = ((e >> 23) - (S[EMIN] + 127) << S[M]) + k
+    code = ((e >> 23) - (S[at.EMIN] + 127) << S[at.M]) + k
     return tl.where(zero, FLOAT_MAX, tl.minimum(encode, FLOAT_MAX)), scale, code
 
 
@@ -215,13 +215,13 @@ def nvfp4_scale(amax, outer, INVERSE_LARGEST: tl.constexpr, S: tl.constexpr):
 def rounded_scale(amax, AIM: tl.constexpr, S: tl.constexpr):
     """(divisor, scale, its code) for scales that are the quotient amax / AIM, rounded to the grid S."""
     quotient = tl.math.div_rn(amax, tl.full(amax.shape, AIM, tl.float32))
-    if S[EMIN] < -100:  # bf16: its quanta have no inverse in fp32
+    if S[at.EMIN] < -100:  # bf16: its quanta have no inverse in fp32
         scale, code = wide(narrow(quotient, tl.bfloat16)), tl.zeros(amax.shape, tl.int32)
     else:
         k, e, sign = to_grid(quotient, quotient, S)
-        scale, code = value_of(k, e, sign, S), ((e >> 23) - (S[EMIN] + 127) << S[M]) + k
+        scale, code = value_of(k, e, sign, S), ((e >> 23) - (S[at.EMIN] + 127) << S[at.M]) + k
     zero = scale == 0
-    code = tl.where(zero, (1 - S[EMIN]) << S[M], code)  # that of 1
+    code = tl.where(zero, (1 - S[at.EMIN]) << S[at.M], code)  # that of 1
     return tl.where(zero, float("inf"), scale), tl.where(zero, 1.0, scale), code
 
 
