@@ -62,13 +62,12 @@ def _type_by_content(path: Path, text_key: str) -> str | None:
 
 def standard_library() -> tuple[Input, ...]:
     """The modules of the running Python's standard library that every build of it has."""
-    root = Path(sysconfig.get_path("stdlib"))
-    return tuple(
-        file
-        for file in visible_files(root, root.rglob("*.py"))
-        if not _STDLIB_WITHOUT.intersection(parts := file.name.split("/"))
-        and not any(map(_STDLIB_WITHOUT_FILES.fullmatch, parts))
-    )
+    root, found = Path(sysconfig.get_path("stdlib")), list[Path]()
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in _STDLIB_WITHOUT]
+        found += (Path(folder, name) for name in names if name.endswith(".py"))
+    files = visible_files(root, found)
+    return tuple(one for one in files if not any(map(_STDLIB_WITHOUT_FILES.fullmatch, one.name.split("/"))))
 
 
 def find_files(source: str, text_key: str) -> tuple[Input, ...]:
