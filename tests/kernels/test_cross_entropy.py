@@ -83,7 +83,7 @@ def test_rows_may_lie_apart_and_gradients_over_logits(device):
     assert_same([loss_T, apart_TV], outcome(z_TV, y_T, 0.25))
     assert apart_TV._base[:, 300:].isnan().all()
     empty_T, *rest = ce.row_losses(z_TV[:0], y_T[:0], False)
-    assert (empty_T.shape, rest) == ((0,), [None, None]), "no tokens are no launch"
+    assert (empty_T.shape, rest) == ((0,), [None, None]), "an empty batch launches nothing"
 
 
 ROWS = [

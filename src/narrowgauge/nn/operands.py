@@ -136,7 +136,7 @@ class Operands:
         fp32, if it is known.
         """
         form = self.layer.forms[place]
-        if isinstance(tensor, GatheredWeight):  # already gathered in these values: there is no loss to gauge
+        if isinstance(tensor, GatheredWeight):  # it arrived in these values, so this cast adds no noise
             operand = tensor.operand(self.layer.compute, self.layer.native)
             return operand if axis == -1 else operand.transposed()
         if form == WIDE and self.observer is None:

@@ -26,8 +26,8 @@ def fed_back(
     """The first moment, changed in place, plus the feedback of `error`: the float32 weight minus the stored.
 
     `m` and `v` are float32, after the update. Every operation rounds to float32: sqrt(v) / sqrt(c2) + eps,
-    times the error, times the leading factor, which is computed in float64 and rounded once. With a learning
-    rate of 0 there is no feedback.
+    times the error, times the leading factor, which is computed in float64 and rounded once. A learning
+    rate of 0 disables the feedback.
     """
     (beta_1, beta_2), lr = options["betas"], options["lr"]
     if lr == 0 or beta_1 == 0:

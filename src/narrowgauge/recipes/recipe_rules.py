@@ -1,7 +1,8 @@
 """What makes a recipe valid: the casts that a place can have, and what places need of each other.
 
-`require_place` checks one cast as it is read, `require_recipe` what casts need of each other whenever a
-recipe is made. A rule yields a sentence for what is wrong, with the way out; the first is raised.
+`require_place` checks one cast as it is read, so that the error names the place of the file; `require_recipe`
+checks every recipe that is made, also by code. A rule yields a sentence for what is wrong, with the way out;
+the first is raised.
 
 **gather** Devices that each hold a shard of a weight gather the shards before a GEMM. Sending them in low
 precision must change nothing: the GEMM has to see, bit for bit, what it would see of the full wide weight. So
@@ -73,13 +74,21 @@ def require_place(place: str, cast: Cast) -> Cast:
     Raises:
         UserError: It cannot.
     """
-    for problem in _of_wire(place, cast) if place in WIRE_PLACES else _of_place(place, cast):
+    for problem in _of_place(place, cast):
         raise UserError(problem)
     return cast
 
 
 def _of_place(place: str, cast: Cast) -> Iterator[str]:
-    """Casts and keys that a place lacks."""
+    """Casts and keys that a place lacks; `reduce` needs a format without rescaling after an addition."""
+    if place in WIRE_PLACES:
+        is_byte = cast.scale == "fp32" and cast.element.bits == 8
+        if place == "reduce" and (cast.unsupported(Consumer.REDUCE) or not (is_byte or cast.name in WIDE)):
+            yield (
+                f"reduce = {cast.name!r}, but gradients are added up in {', '.join(WIDE)}, or in "
+                "codes of a byte under one fp32 scale a tensor, such as e4m3, each sum rounded to the nearest"
+            )
+        return
     kinds = {"saved": Consumer.SAVED, ATTENTION: Consumer.ATTENTION, STREAM: Consumer.STREAM}
     kinds |= dict.fromkeys(STATE_PLACES, Consumer.STATE)
     kind = kinds.get(place.partition(".")[0], Consumer.OPERAND)
@@ -115,16 +124,6 @@ def _of_place(place: str, cast: Cast) -> Iterator[str]:
         )
 
 
-def _of_wire(place: str, cast: Cast) -> Iterator[str]:
-    """Gradients that are added in a format that would need rescaling after an addition."""
-    is_byte = cast.scale == "fp32" and cast.element.bits == 8
-    if place == "reduce" and (cast.unsupported(Consumer.REDUCE) or not (is_byte or cast.name in WIDE)):
-        yield (
-            f"reduce = {cast.name!r}, but gradients are added up in {', '.join(WIDE)}, or in "
-            "codes of a byte under one fp32 scale a tensor, such as e4m3, each sum rounded to the nearest"
-        )
-
-
 def require_recipe(recipe: Any) -> None:
     """Refuse a `Recipe` whose places do not fit together, under its casts or under those of a rule.
 
@@ -140,6 +139,7 @@ def require_recipe(recipe: Any) -> None:
             _of_channels(of.casts, inputs),
             _of_kept(recipe.saved, of["fprop.x"]),
             _of_weight(of["weight"], of.places["master"]),
+            *(_of_place(place, cast) for place, cast in of.places.items() if cast is not None),
         ):
             raise UserError(f"recipe {recipe.name!r}: {f'rule {number}: ' if number else ''}{problem}")
     operands = weight_operands(recipe.places, *(rule.places for rule in recipe.rules if rule.is_for_all))

@@ -31,7 +31,7 @@ def reading(step, layer, place, seed=0):
 def with_lines(make_run):
     def do(lines, name="run", tail=""):
         path = make_run(name, steps=20)
-        make_run.write(path, lines, "gauges.jsonl")
+        make_run.write(path, [dict(reversed(one.items())) for one in lines], "gauges.jsonl")  # in any order
         with (path / "gauges.jsonl").open("a") as file:
             file.write(tail)
         return read_run(path)

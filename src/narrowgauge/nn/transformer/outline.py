@@ -26,8 +26,8 @@ it cannot know how the weight is used:
     modules that call `torch.nn.functional.linear`
     a layer in a plain Python list, where torch finds no modules
 
-Norms and tables are no matmul weights: those of embeddings, also by name ("embed"), and a stack of a single
-matrix, which is how an image's positions are stored.
+The audit does not count norms and tables as matmul weights: embeddings, found also by name ("embed"), and a
+stack of a single matrix, as vision models store positions.
 """
 
 import inspect

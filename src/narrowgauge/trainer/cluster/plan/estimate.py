@@ -248,7 +248,7 @@ def expectation(
 def counted_expectation(
     counted: WholeCount | None, at_best: float, measured: Expectation | None, copies: float = 0.0
 ) -> Expectation | None:
-    """The share by a count, along with the measured runs; these alone if there is no count.
+    """The expected share of the best speed, from a count and the measured runs; without a count, from these.
 
     `at_best` are the seconds of the same step at best, by the same count; `copies` are seconds of copies
     between the host's memory and the device's, which a count leaves out.

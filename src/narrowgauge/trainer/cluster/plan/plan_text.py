@@ -164,7 +164,7 @@ def _time(plan: Plan, time: Estimate, tokens: int, price: Price | None) -> Table
 
 
 def _reasons(plan: Plan, time: Estimate, asked: Price | None) -> Parts:
-    """Where the figures come from: the backend, the measured runs, the price."""
+    """Lines on the sources of the figures: the backend, the measured runs, the price."""
     assert plan.cluster is not None
     if time.backend.name == "emulated":
         why = time.backend.reason

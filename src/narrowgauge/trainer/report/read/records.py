@@ -23,7 +23,7 @@ from narrowgauge.system.errors import UserError
 
 MOST_READINGS = 20_000  # lines of gauges.jsonl to keep; a page shows fewer
 MOST_TEXT = 16_000  # characters of a recipe that a page shows
-_STEP = re.compile(rb'\{"step": (\d+),')  # the start of every line that a run writes
+_STEP = re.compile(rb'"step":\s*(\d+)')  # found without parsing the line
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -77,11 +77,11 @@ def read_gauges(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
     with path.open("rb") as file:
-        lines_of = Counter(int(match[1]) for line in file if (match := _STEP.match(line)))
+        lines_of = Counter(int(match[1]) for line in file if (match := _STEP.search(line)))
         stride = math.ceil(lines_of.total() / MOST_READINGS) or 1
         kept = set(sorted(lines_of)[::-1][::stride])
         file.seek(0)
-        wanted = (line for line in file if (match := _STEP.match(line)) and int(match[1]) in kept)
+        wanted = (line for line in file if (match := _STEP.search(line)) and int(match[1]) in kept)
         found = [line for line in map(parse_line, wanted) if line is not None]
     return [line for line in found if all(isinstance(line.get(key), str) for key in ("layer", "place"))]
 
