@@ -14,9 +14,7 @@ import pytest
 
 from narrowgauge.system.processes import Output, output_of
 from narrowgauge.trainer.cli.main import main
-from narrowgauge.trainer.cluster.doctor import gpus
-from narrowgauge.trainer.cluster.doctor.gpus import joined
-from narrowgauge.trainer.cluster.doctor.host import read_disk
+from narrowgauge.trainer.cluster.doctor.read import joined, nvidia_driver, read_disk
 from narrowgauge.trainer.cluster.doctor.torch_setup import parse_report
 
 ORDER = (
@@ -141,11 +139,11 @@ class Nvml(SimpleNamespace):
 
 def test_what_the_driver_says(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", Nvml())
-    facts, uses = gpus._nvidia()
+    facts, uses = nvidia_driver()
     links = ("NVLink", "PHB", "SYS")
     versions = {"driver": "570.86.10", "driver_cuda": (12, 8)}
     assert facts == versions | {"capabilities": ((9, 0),) * 3, "links": links}
     assert uses["GPU-1"] == {"used": 4 << 20, "busy": 99, "processes": (9,)}
     assert uses["GPU-2"] == {"used": None, "busy": None, "processes": ()}
     monkeypatch.setitem(sys.modules, "pynvml", None)  # it is not installed
-    assert gpus._nvidia() == ({}, {})
+    assert nvidia_driver() == ({}, {})

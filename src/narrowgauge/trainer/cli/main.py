@@ -36,8 +36,7 @@ from narrowgauge.trainer.cli.line import (
     require_sources,
     title_of,
 )
-from narrowgauge.trainer.cluster.doctor.facts import LIMITS
-from narrowgauge.trainer.cluster.doctor.software import folder_of
+from narrowgauge.trainer.cluster.doctor.facts import LIMITS, folder_of
 from narrowgauge.trainer.distributed import reports_for_all
 from narrowgauge.trainer.laboratory.arguments import Line, Progress
 

@@ -1,7 +1,7 @@
 """The facts that `doctor` judges, as plain data, and the type of its verdicts.
 
-The functions `read_*` read the facts off the machine. The checks turn them into verdicts and look at nothing
-else, so the facts of any machine can be written down and judged, as the tests do.
+`read.py` reads the facts off the machine. The checks turn them into verdicts and look at nothing else, so the
+facts of any machine can be written down and judged, as the tests do.
 
 Sizes are in bytes and times in seconds. An unknown number is None; an unknown word is "".
 """
@@ -11,6 +11,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -138,12 +139,6 @@ warn = partial(Verdict, "WARN")  # works, but slower or less than it could, or o
 miss = partial(Verdict, "MISS")  # will fail or be silently wrong
 
 
-def of_error(status: str, sentence: str, otherwise: str) -> Verdict:
-    """The verdict that repeats a `UserError`; its fix follows the last semicolon, else it is `otherwise`."""
-    found, _, fix = sentence.rpartition("; ")
-    return Verdict(status, found or fix, fix if found else otherwise)
-
-
 def dotted(version: Version) -> str:
     """A version in dotted notation: "12.9"."""
     return ".".join(map(str, version))
@@ -155,12 +150,14 @@ def release(version: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def text_of(path: str | Path) -> str:
-    """The text of a small file below /proc or /sys; "" if it does not exist."""
+def folder_of(name: str) -> Path | None:
+    """The folder, or the file, from which a package would be imported; None if absent."""
     try:
-        return Path(path).read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
-        return ""
+        spec = find_spec({"nvidia-ml-py": "pynvml"}.get(name, name))
+    except (ImportError, ValueError):  # an import hook may refuse the name
+        return None
+    places = [*(spec.submodule_search_locations or ()), spec.origin] if spec else [None]
+    return Path(places[0]) if places[0] else None
 
 
 def count(number: int, thing: str) -> str:

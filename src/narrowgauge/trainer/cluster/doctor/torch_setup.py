@@ -1,4 +1,4 @@
-"""Torch on this machine: what it reports, why it does not import, and the build that fits.
+"""Torch on this machine: what it reports, and why it does not import.
 
 A torch that does not fit the machine may do worse than raise: it may crash the process that imports it, or
 hang on a broken driver. So the doctor never imports it, and asks it in a separate process. Its use of a GPU
@@ -6,21 +6,16 @@ has also ended by the time the doctor looks for other users of the GPUs.
 
 The texts of errors come from glibc's loader (`version ... not found`, `cannot open shared object file`,
 `undefined symbol`), of the loaders of macOS and Windows, and of Python's import system.
-
-A driver runs programs built for its major version of CUDA and for earlier ones. A build has machine code for
-some generations of GPUs. V100 and older cards (compute capability below 7.5) are supported only by the builds
-for CUDA 12.6, because CUDA 13 cannot compile for them.
 """
 
 import json
 import re
 import sys
-from dataclasses import dataclass
 from signal import Signals
 from typing import Any
 
 from narrowgauge.system.processes import Output, output_of
-from narrowgauge.trainer.cluster.doctor.facts import LIMITS, Facts, Version, dotted, figures, release
+from narrowgauge.trainer.cluster.doctor.facts import release
 
 _SECONDS = 120.0
 _ASK = "from narrowgauge.trainer.cluster.doctor.torch_setup import answer; answer()"
@@ -208,45 +203,3 @@ def words_of_import(error: BaseException) -> str:
     """The error of an import in one line: its first meaningful line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines[0] if lines else type(error).__name__)[:300]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Build:
-    """A build of torch for NVIDIA GPUs."""
-
-    cuda: Version  # that it includes
-    capability: tuple[Version, Version]  # the lowest and the highest that it has code for
-    torch: tuple[Version, Version]  # the first and the last release with this build; () if unknown
-
-    def __str__(self) -> str:
-        first, last = self.torch
-        releases = f"{dotted(first)} or later" if not last else dotted(first)
-        if last > first:
-            releases += f" to {dotted(last)}"
-        return f"torch {releases}, built for CUDA {dotted(self.cuda)}"
-
-
-BUILDS = sorted((Build(**table) for table in figures("builds").values()), key=lambda build: build.cuda)
-
-
-def build_for(capability: Version, driver: Version | None = None) -> Build | None:
-    """The newest build that supports both the GPU (() if unknown) and the newest CUDA of its driver.
-
-    If the driver supports none of them fully, one of the driver's major version; None if no build has code
-    for the GPU or none runs with the driver.
-    """
-    has_code = [b for b in BUILDS if not capability or b.capability[0] <= capability <= b.capability[1]]
-    if driver is None:
-        return has_code[-1] if has_code else None
-    known = [b for b in has_code if b.cuda <= driver]
-    running = [b for b in has_code if b.cuda[:1] == driver[:1]]
-    return known[-1] if known else running[0] if running else None
-
-
-def right_build(facts: Facts, maker: str) -> str:
-    """The build of torch for the GPUs of this maker, for the oldest if they differ; "" if none is known."""
-    if maker != "nvidia":
-        return f"torch {dotted(LIMITS['version']['torch'])} or later{', built for ROCm' * (maker == 'amd')}"
-    seen = [gpu.capability for gpu in facts.gpus if gpu.maker == "nvidia"]
-    build = build_for(min(facts.capabilities or seen, default=()), facts.driver_cuda)
-    return str(build) if build else ""
