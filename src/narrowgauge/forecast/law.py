@@ -43,7 +43,6 @@ from numpy.typing import NDArray
 
 from narrowgauge.forecast.curve import Curve, log_size, log_tokens
 from narrowgauge.forecast.setting import BACKWARD, FORWARD, UNIT_PARAMS, Observed, Part, Setting
-from narrowgauge.system.t_interval import t_probability, t_quantile
 
 Array = NDArray[np.float64]
 Column = tuple[Hashable, ...]
@@ -51,7 +50,7 @@ Column = tuple[Hashable, ...]
 UNIT_NOISE = 0.02
 KNOT = math.log(10) / 2  # of the walk, in ln N
 TAILS = 5  # degrees of freedom of Student's distribution of the residuals, and so of forecasts
-Z90 = t_quantile(TAILS, 0.9)
+Z90 = 2.0150483733330233  # within which 90 % of it lie
 
 #: Mean and deviation of the coefficients that stand alone, besides the curve's.
 COEFFICIENTS: Mapping[Column, tuple[float, float]] = {
@@ -95,7 +94,7 @@ class Predicted:
         away, z = abs(ratio - 1), abs(math.log(max(ratio, 1e-9))) / max(self.structure, 1e-9)
         structure = self.gap * (away / z if z > 1e-6 else self.structure)  # in percent, on this side
         distance = (gap - self.gap) / math.hypot(structure, noise)
-        tail = 0.5 * (1 - t_probability(abs(distance), TAILS))
+        tail = _tail(abs(distance))
         return tail if distance >= 0 else 1 - tail
 
 
@@ -191,9 +190,18 @@ class Law:
         return self.typical if own is None else own * noise_of_size(setting.params)
 
 
+def _tail(t: float) -> float:
+    """The probability of more than `t` (Abramowitz and Stegun 26.7.3, for the five degrees of `TAILS`)."""
+    theta = math.atan(t / math.sqrt(TAILS))
+    terms = math.cos(theta) + math.cos(theta) * (2 / 3 * math.cos(theta) ** 2)
+    return 0.5 * (1 - 2 / math.pi * (theta + math.sin(theta) * terms))
+
+
 def row_of(setting: Setting, part: Part) -> dict[Column, float]:
     """The coefficients of the logarithm of one term, without the curve's, and their factors."""
-    row = row_of_part(part, setting.recipe)
+    row: dict[Column, float] = {("alpha", part.side): 1.0, **effects_of(part, setting.recipe)}
+    if part.noise is not None:
+        row["eta",] = math.log(part.noise / UNIT_NOISE)
     if part.side == BACKWARD:
         row["exponent",] = math.log(setting.tokens_per_param / 100)
     row["family", setting.family] = 1.0
@@ -208,14 +216,6 @@ def row_of(setting: Setting, part: Part) -> dict[Column, float]:
 def effects_of(part: Part, recipe: str) -> dict[Column, float]:
     """The effects that are particular to a part: of its casts, and of its recipe."""
     return {(part.side, part.gemm, part.casts): 1.0, ("recipe", recipe): 1.0}
-
-
-def row_of_part(part: Part, recipe: str) -> dict[Column, float]:
-    """The coefficients of ln kappa of a part."""
-    row: dict[Column, float] = {("alpha", part.side): 1.0, **effects_of(part, recipe)}
-    if part.noise is not None:
-        row["eta",] = math.log(part.noise / UNIT_NOISE)
-    return row
 
 
 def _walk(params: float) -> dict[Column, float]:

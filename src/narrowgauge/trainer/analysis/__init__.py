@@ -7,7 +7,6 @@ from narrowgauge.system.lazy import import_on_use
 if TYPE_CHECKING:
     from narrowgauge.trainer.analysis.budget import Budget as Budget
     from narrowgauge.trainer.analysis.budget import flops_budget as flops_budget
-    from narrowgauge.trainer.analysis.budget import require_solver as require_solver
     from narrowgauge.trainer.analysis.forks import Forks as Forks
     from narrowgauge.trainer.analysis.forks import alone as alone
     from narrowgauge.trainer.analysis.probe import RecipeProbe as RecipeProbe

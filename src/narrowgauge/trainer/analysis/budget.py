@@ -6,7 +6,6 @@ since a GEMM of a training step has two operands, and only one of the six places
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 from narrowgauge.quantization import Cast
 from narrowgauge.system.errors import UserError
@@ -46,13 +45,3 @@ def flops_budget(casts: Mapping[str, Cast], share: float) -> Budget:
         raise UserError(f"--budget {share} must be a share from 0 to 1, such as 0.75")
     amounts = {name: float(cast.element.bits <= NARROW_BITS) for name, cast in casts.items()}
     return Budget(f"--budget {share}", "of the FLOPs in 4 bits", amounts, share, min(1.0, share + TOLERANCE))
-
-
-def require_solver() -> None:
-    """Check that the solver is installed, before anything is measured.
-
-    Raises:
-        UserError: It is missing.
-    """
-    if find_spec("scipy") is None:
-        raise UserError("search needs scipy, which is not installed; pip install scipy")

@@ -138,7 +138,7 @@ def _milp(choices: Choices, costs: Sequence[float], budget: Budget, high: float)
 
     `costs` has each GEMM's cost in each format, with the formats of a GEMM adjacent.
     """
-    from scipy.optimize import Bounds, LinearConstraint, milp  # an extra (`require_solver`)
+    from scipy.optimize import Bounds, LinearConstraint, milp  # slow to import
 
     count, names = len(choices.shares), list(choices.casts)
     allowed = [float(g not in choices.kept or n == choices.widest) for g in choices.shares for n in names]

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
+from scipy.special import ndtr
 
 from narrowgauge.trainer.report.verdict.rule import (
     MARGIN,
@@ -33,7 +34,6 @@ from narrowgauge.trainer.report.verdict.rule import (
     judge,
     known_deviation,
     least,
-    normal_cdf,
     quiet_warmup,
     spread_nodes,
 )
@@ -67,12 +67,12 @@ class Plan:
     def chance_to_see(self, gap: float) -> float:
         """The probability that the rule calls an arm with this true gap different."""
         at, c = gap * math.sqrt(self.seeds) / self.deviation, critical_value(self.arms, self.degrees)
-        return self.chance(lambda u: normal_cdf(at - c * u) + normal_cdf(-at - c * u))
+        return self.chance(lambda u: ndtr(at - c * u) + ndtr(-at - c * u))
 
     def chance_to_equal(self, margin: float = MARGIN) -> float:
         """The probability that the rule calls an arm equal that is equal to the reference."""
         at, t = margin * math.sqrt(self.seeds) / self.deviation, equality_factor(self.arms, self.degrees)
-        return self.chance(lambda u: np.maximum(2 * normal_cdf(at - t * u) - 1, 0.0))
+        return self.chance(lambda u: np.maximum(2 * ndtr(at - t * u) - 1, 0.0))
 
 
 def smallest_gap(plan: Plan) -> float:

@@ -97,11 +97,9 @@ def search(
         The recipe, its predicted cost, and its baselines.
 
     Raises:
-        UserError: The budget cannot be met, a name is unknown, there is no checkpoint to fork from, or
-            scipy is missing.
+        UserError: The budget cannot be met, a name is unknown, or there is no checkpoint to fork from.
     """
     casts, path, file = _casts(formats), Path(run), Path(out)
-    analysis.require_solver()
     forks, limit = analysis.Forks(fork_steps, fork_seeds), analysis.flops_budget(casts, budget)
     if file.suffix != ".toml":
         raise UserError(f"--out {file} is the file of a recipe, which ends in .toml; add the ending")

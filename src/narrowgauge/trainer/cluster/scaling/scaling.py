@@ -50,10 +50,7 @@ from narrowgauge.trainer.runs.monitor.hardware import device_name
 from narrowgauge.trainer.training import Config
 
 FILE = "scaling.json"
-_TITLES = {
-    "strong": "strong: the same batch in all",
-    "weak": "weak: the same batch for each process",
-}
+_TITLES = {"strong": "strong: the same batch in all", "weak": "weak: the same batch for each process"}
 
 
 @dataclass(frozen=True)

@@ -46,18 +46,13 @@ from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.special import ndtr
 
 from narrowgauge.system.files import shipped_text
 from narrowgauge.system.t_interval import CONFIDENCE, t_quantile
 
 FloatArray = NDArray[np.float64]
 _SPREAD_NODES, _NORMAL_NODES = 64, 32
-_erfc = np.vectorize(math.erfc, otypes=[float])
-
-
-def normal_cdf(x: FloatArray) -> FloatArray:
-    """Probability that a standard normal variable is at most `x`."""
-    return 0.5 * np.asarray(_erfc(-x / math.sqrt(2)), dtype=np.float64)
 
 
 @cache
@@ -107,7 +102,7 @@ def _share_within(c: float, arms: int, degrees: int) -> float:
     u, weights = spread_nodes(degrees)
     z, of_z = np.polynomial.hermite_e.hermegauss(_NORMAL_NODES)
     reach = math.sqrt(2) * c * u[:, None]
-    within = (normal_cdf(z + reach) - normal_cdf(z - reach)) ** arms
+    within = (ndtr(z + reach) - ndtr(z - reach)) ** arms
     return float(weights @ within @ of_z) / math.sqrt(2 * math.pi)
 
 
