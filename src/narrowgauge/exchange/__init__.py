@@ -3,11 +3,11 @@
 A tool is a module around one table of its names, which both directions use:
 
     VERSION       the version that the table describes
-    PATTERN       how patterns of modules begin that alone may be narrow; without it, none may
-    choices       the casts that it has in a place: any other is refused by the keys in which it differs
-    others        refusals beyond these: casts that do not go together, layers that cannot be selected
-    text, notes   the file; and where its values still differ, and what its user has to do
-    read          what the text of a file specifies; without it, files are not read
+    PATTERN   how patterns of modules begin that alone may be narrow; without it, none may
+    choices   the casts that it has in a place: any other is refused by the keys in which it differs
+    others    refusals beyond these: casts that do not go together, layers that cannot be selected
+    write     the file, after notes: where its values still differ, and what its user has to do
+    read      what the text of a file specifies; without it, files are not read
 """
 
 import re
@@ -19,7 +19,7 @@ from types import ModuleType
 
 import narrowgauge
 from narrowgauge.exchange import megatron, modelopt, qwix, te, torchao
-from narrowgauge.exchange.reading import Reading, about, read_text
+from narrowgauge.exchange.reading import Reading, read_file
 from narrowgauge.exchange.refusal import Refusal, Refused, cast_refusals, narrowed, outside_products
 from narrowgauge.recipes.places import GEMM_PLACES
 from narrowgauge.recipes.recipe import Recipe
@@ -38,7 +38,7 @@ TARGETS: Mapping[str, ModuleType] = {
 }
 #: The tools whose files can be read.
 SOURCES = {name: tool for name, tool in TARGETS.items() if hasattr(tool, "read")}
-# The comment at the top of a written file, as `_header` writes it, with its lines unwrapped.
+# The comment at the top of a written file, with its lines unwrapped.
 _HEADER = re.compile(
     r"# Recipe (?P<name>\S+) of narrowgauge \S+, for .*\n(# Written by: .*\n)?"
     r"# (?P<title>.*?)\.?\n# Source of the recipe: (?P<source>.*?)\.?(\n|$)"
@@ -57,11 +57,11 @@ def refusals(recipe: Recipe, target: str) -> list[Refusal]:
         why = f"compute = {recipe.compute!r} in all three GEMMs, so {target} has nothing to quantize"
         return [Refusal("", "compute", why)]
     tool = TARGETS[target]
-    plain, only = narrowed(recipe, getattr(tool, "PATTERN", None))
+    plain, layers = narrowed(recipe, getattr(tool, "PATTERN", None))
     found = outside_products(plain, target)
     for place in GEMM_PLACES:
         found += cast_refusals(place, plain.casts[place], tool.choices(plain, place), target)
-    return list(dict.fromkeys([*found, *tool.others(plain, only, found)]))
+    return list(dict.fromkeys([*found, *tool.others(plain, layers, found)]))
 
 
 def write_recipe(recipe: Recipe, target: str, blocks: int | None = None, given: Sequence[str] = ()) -> str:
@@ -81,13 +81,21 @@ def write_recipe(recipe: Recipe, target: str, blocks: int | None = None, given: 
     if found := refusals(recipe, target):
         raise Refused(_sentence(recipe, target, found))
     tool = TARGETS[target]
-    plain, only = narrowed(recipe, getattr(tool, "PATTERN", None))
-    body = tool.text(plain, only, blocks)
-    of_blocks = [] if blocks is None else ["--blocks", str(blocks)]
+    notes, body = tool.write(*narrowed(recipe, getattr(tool, "PATTERN", None)), blocks)
     if not given and is_shipped(recipe):
         given = [recipe.name]
-    line = ["narrowgauge", "recipes", *given, "--to", target, *of_blocks] if given else []
-    return f"{_header(recipe, tool.VERSION, shlex.join(line), tool.notes(plain))}\n\n{body}"
+    of_blocks = [] if blocks is None else ["--blocks", str(blocks)]
+    words = shlex.join(["narrowgauge", "recipes", *given, "--to", target, *of_blocks])
+    header = [
+        f"Recipe {recipe.name} of narrowgauge {narrowgauge.__version__}, for {tool.VERSION}.",
+        *([f"Written by: {words}"] if given else []),
+        f"{recipe.title[:1].upper()}{recipe.title[1:]}.",
+        f"Source of the recipe: {recipe.source}.",
+        *notes,
+    ]
+    wrapped = (textwrap.wrap(t, 108, subsequent_indent="    ", break_long_words=False) for t in header)
+    comment = "\n".join(f"# {line}".rstrip() for part in wrapped for line in part)
+    return f"{comment}\n\n{body}"
 
 
 def read_recipe(path: str | Path, source: str, blocks: int | None = None) -> Recipe:
@@ -108,17 +116,18 @@ def read_recipe(path: str | Path, source: str, blocks: int | None = None) -> Rec
     if source not in SOURCES:
         raise unknown("source", source, SOURCES)
     file, tool = Path(path), SOURCES[source]
-    text = read_text(file)
-    with about(file):
+
+    def toml(text: str) -> str:
         reading: Reading = tool.read(text, file, blocks)
-    words = {
-        "name": file.stem,
-        "title": f"read from {file.name}, a file of {source}",
-        "source": f"{file.name}, by the names of {tool.VERSION}",
-    }
-    if ours := _HEADER.match(re.sub(r"\n# {5}", " ", text.partition("\n\n")[0])):
-        words = ours.groupdict()
-    return Recipe.from_toml(reading.toml(words), str(path))
+        words = {
+            "name": file.stem,
+            "title": f"read from {file.name}, a file of {source}",
+            "source": f"{file.name}, by the names of {tool.VERSION}",
+        }
+        ours = _HEADER.match(re.sub(r"\n# {5}", " ", text.partition("\n\n")[0]))
+        return reading.toml(ours.groupdict() if ours else words)
+
+    return Recipe.from_toml(read_file(file, toml), str(path))
 
 
 def _sentence(recipe: Recipe, target: str, refusals: Sequence[Refusal]) -> str:
@@ -134,19 +143,3 @@ def _sentence(recipe: Recipe, target: str, refusals: Sequence[Refusal]) -> str:
         f"recipe {recipe.name!r} cannot be written for {target}: {'; '.join(parts)}; change these keys in a "
         "copy of the recipe, or name another target"
     )
-
-
-def _header(recipe: Recipe, version: str, line: str, notes: Sequence[str]) -> str:
-    """The comment of a written file for a tool and its version.
-
-    `line` is the command line that writes the file, "" if none does; `notes` are what its user has to know.
-    """
-    lines = [
-        f"Recipe {recipe.name} of narrowgauge {narrowgauge.__version__}, for {version}.",
-        *([f"Written by: {line}"] if line else []),
-        f"{recipe.title[:1].upper()}{recipe.title[1:]}.",
-        f"Source of the recipe: {recipe.source}.",
-        *notes,
-    ]
-    wrapped = (textwrap.wrap(t, 108, subsequent_indent="    ", break_long_words=False) for t in lines)
-    return "\n".join(f"# {line}".rstrip() for part in wrapped for line in part)

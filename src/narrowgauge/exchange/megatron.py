@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.exchange import te
-from narrowgauge.exchange.reading import Reading, about, read_text, yaml_documents
-from narrowgauge.exchange.refusal import Refusal, kept
+from narrowgauge.exchange.reading import Reading, read_file, yaml_documents
+from narrowgauge.exchange.refusal import Layers, Refusal
 from narrowgauge.exchange.te import choices, delayed_scaling, own_recipe, own_recipes
 from narrowgauge.quantization import Cast
 from narrowgauge.recipes.places import GEMM_PLACES, number_of_blocks
@@ -38,62 +38,6 @@ _DELAYED = re.compile(
 _NO_VALUES = ("override_nonquantized_autocast", "override_quantized_autocast", "tp_only_amax_red")
 
 
-def others(recipe: Recipe, only: tuple[str, ...], found: Sequence[Refusal]) -> list[Refusal]:
-    """TransformerEngine's, and layers that Megatron cannot select, or not with these casts."""
-    modules, first, last = kept(recipe)
-    of_te, others = te.others(recipe, only, found), []
-    fits = not of_te and not any(refusal.place in GEMM_PLACES for refusal in found)
-    for name in modules:
-        if name not in HEADS and not (only and name.startswith(PATTERN)):
-            why = f"keep.modules = {name!r}, which is not a module of Megatron's models"
-            others.append(("keep.modules", why))
-    if not only and not set(HEADS) & set(modules) and fits:
-        why = "the head is quantized, but Megatron does not quantize its output layer"
-        others.append(("keep.modules", why))
-    if only and te.needs_factory(recipe) and fits:
-        why = "[[rule]] with casts that Megatron has no name for, and a factory is for all layers"
-        others.append(("rule", why))
-    if _arguments(recipe) and (only or first or last):
-        others.append(("keep", "keep with a history, but Megatron's delayed scaling applies to all blocks"))
-    return of_te + [Refusal("", key, why) for key, why in others]
-
-
-def _arguments(recipe: Recipe) -> str:
-    """Megatron's command-line arguments for a recipe, where no field of the file names it."""
-    own = own_recipe(recipe)
-    said = own.above if own else {}
-    return " ".join(f"{key} {value}" for key, value in said.items() if key.startswith("--"))
-
-
-def text(recipe: Recipe, only: tuple[str, ...], blocks: int | None) -> str:
-    """The YAML file; `blocks` is the number of blocks, needed if the recipe keeps some of the last."""
-    modules, first, last = kept(recipe)
-    key = "last_blocks" if last else "first_blocks" if isinstance(first, float) and first else ""
-    if key and blocks is None:
-        raise UserError(
-            f"recipe {recipe.name!r} for megatron: keep.{key} counts the blocks of a model, but Megatron's "
-            "file needs their indices; give the number of blocks with --blocks N"
-        )
-    if arguments := _arguments(recipe):
-        return (
-            "# Megatron does not set delayed scaling in this file. These arguments are equivalent:\n"
-            f"#   {arguments}\nconfigs: {{}}\nmatchers: {{}}\n"
-        )
-    own, factory = own_recipe(recipe), f"{_module(recipe)}.{te.FACTORY}"
-    said = own.above if own else {}
-    said = said or {"fp8_quantization_recipe": "custom", "custom_recipe_factory": factory}
-    fields = "".join(f'      {key}: "{value}"\n' for key, value in said.items())
-    total = blocks or 0
-    ends = number_of_blocks(first, total), total - number_of_blocks(last, total)
-    wide = sorted({*range(ends[0]), *range(ends[1], total)})
-    matchers = [(f"block_{n}", "wide", f"*layers.{n}.*") for n in wide]
-    if only:
-        for config, patterns in (("wide", modules), ("narrow", only)):
-            matchers += [(f"{config}_{n}", config, pattern) for n, pattern in enumerate(patterns)]
-    matchers.append(("rest", "wide", "*") if only else ("rest", "narrow", _ALL))
-    return _FILE.format(fields=fields) + "".join(_MATCHER.format(*matcher) for matcher in matchers)
-
-
 _FILE = f"""\
 configs:
   narrow:
@@ -114,29 +58,68 @@ _MATCHER = """\
 """
 
 
-def _module(recipe: Recipe) -> str:
-    """The Python module of a recipe's factory."""
-    return f"te_{recipe.name.replace('-', '_')}"
+def others(recipe: Recipe, layers: Layers, found: Sequence[Refusal]) -> list[Refusal]:
+    """TransformerEngine's, and layers that Megatron cannot select, or not with these casts."""
+    only, modules, *ends = layers
+    of_te, others = te.others(recipe, layers, found), []
+    fits = not of_te and not any(refusal.place in GEMM_PLACES for refusal in found)
+    for name in modules:
+        if name not in HEADS and not (only and name.startswith(PATTERN)):
+            why = f"keep.modules = {name!r}, which is not a module of Megatron's models"
+            others.append(("keep.modules", why))
+    if not only and not set(HEADS) & set(modules) and fits:
+        why = "the head is quantized, but Megatron does not quantize its output layer"
+        others.append(("keep.modules", why))
+    if only and te.needs_factory(recipe) and fits:
+        why = "[[rule]] with casts that Megatron has no name for, and a factory is for all layers"
+        others.append(("rule", why))
+    if (own := own_recipe(recipe)) and own.name == "DelayedScaling" and (only or any(ends)):
+        others.append(("keep", "keep with a history, but Megatron's delayed scaling applies to all blocks"))
+    return of_te + [Refusal("", key, why) for key, why in others]
 
 
-def notes(recipe: Recipe) -> list[str]:
-    """The places where Megatron's values differ from the recipe, and what its user has to do."""
-    own = own_recipe(recipe)
-    found = [
+def write(recipe: Recipe, layers: Layers, blocks: int | None) -> tuple[Sequence[str], str]:
+    """The notes, and the YAML file; `blocks` is needed if the recipe keeps some of the last blocks."""
+    only, modules, first, last = layers
+    key = "last_blocks" if last else "first_blocks" if isinstance(first, float) and first else ""
+    if key and blocks is None:
+        raise UserError(
+            f"recipe {recipe.name!r} for megatron: keep.{key} counts the blocks of a model, but Megatron's "
+            "file needs their indices; give the number of blocks with --blocks N"
+        )
+    notes = [
         "Pass it as --te-precision-config-file. Layers are numbered from 0 in each pipeline stage; without "
         "pipelining these are the layers of the model."
     ]
+    own, module = own_recipe(recipe), f"te_{recipe.name.replace('-', '_')}"
+    said = own.above if own else {}
     if te.needs_factory(recipe):
-        file = f"the file of `narrowgauge recipes {recipe.name} --to te`, saved as {_module(recipe)}.py."
-        found.append(f"The factory is {file}")
+        said = {"fp8_quantization_recipe": "custom", "custom_recipe_factory": f"{module}.{te.FACTORY}"}
+        file = f"the file of `narrowgauge recipes {recipe.name} --to te`, saved as {module}.py."
+        notes.append(f"The factory is {file}")
     elif own and own.name == "Float8CurrentScaling":
-        found.append(
-            "On sm_90, fprop uses fast accumulation, which is less than fp32; Megatron has no key for it."
+        fast = "On sm_90, fprop uses fast accumulation, which is less than fp32; Megatron has no key for it."
+        notes.append(fast)
+    notes += te.notes_of_values(recipe)
+    if own and own.name == "DelayedScaling":
+        arguments = " ".join(f"{key} {value}" for key, value in said.items())
+        return notes, (
+            "# Megatron does not set delayed scaling in this file. These arguments are equivalent:\n"
+            f"#   {arguments}\nconfigs: {{}}\nmatchers: {{}}\n"
         )
-    return found + te.notes_of_values(recipe)
+    total = blocks or 0
+    ends = number_of_blocks(first, total), total - number_of_blocks(last, total)
+    wide = sorted({*range(ends[0]), *range(ends[1], total)})
+    matchers = [(f"block_{n}", "wide", f"*layers.{n}.*") for n in wide]
+    if only:
+        for config, patterns in (("wide", modules), ("narrow", only)):
+            matchers += [(f"{config}_{n}", config, pattern) for n, pattern in enumerate(patterns)]
+    matchers.append(("rest", "wide", "*") if only else ("rest", "narrow", _ALL))
+    fields = "".join(f'      {key}: "{value}"\n' for key, value in said.items())
+    return notes, _FILE.format(fields=fields) + "".join(_MATCHER.format(*matcher) for matcher in matchers)
 
 
-def read(text: str, path: Path, blocks: int | None = None) -> Reading:
+def read(text: str, path: Path, blocks: int | None) -> Reading:
     """Read the YAML of --te-precision-config-file: one low-precision configuration and wide blocks.
 
     A factory that the file names is read from a Python file in the same folder. The number of blocks of the
@@ -149,7 +132,7 @@ def read(text: str, path: Path, blocks: int | None = None) -> Reading:
     if not configs and (said := _DELAYED.search(text)):
         word, margin, history, algorithm = said.groups()
         own = delayed_scaling(word.upper(), int(history), algorithm, int(margin))
-        return Reading(casts=own.casts, keep=(HEADS[:2], 0, 0))
+        return Reading(casts=own.casts, layers=Layers(modules=HEADS[:2]))
     wide, narrow, config, has_rest = _matched(configs, file["matchers"])
     casts, lost = _casts(path, config, configs[config])
     found = {pattern: _BLOCK.fullmatch(pattern) for pattern in wide}
@@ -161,10 +144,10 @@ def read(text: str, path: Path, blocks: int | None = None) -> Reading:
                 f"{', '.join(others)} stay wide and all other modules are narrow, but [keep] takes "
                 "whole blocks of such a file; name the narrow modules, or write a [[rule]]"
             )
-        return Reading(casts=casts, keep=(HEADS[:2], first, last), lost=lost)
+        return Reading(casts=casts, layers=Layers((), HEADS[:2], first, last), lost=lost)
     if not has_rest:
         lost.append("modules that no matcher names: the file leaves them to Megatron's other arguments")
-    return Reading(casts=casts, only=tuple(narrow), keep=(others, first, last), lost=lost)
+    return Reading(casts=casts, layers=Layers(tuple(narrow), others, first, last), lost=lost)
 
 
 def _matched(
@@ -222,8 +205,7 @@ def _casts(path: Path, name: str, config: Mapping[str, Any]) -> tuple[Mapping[st
                 f"configuration {name!r} takes its casts from {factory}, a Python function; write "
                 f"it with `narrowgauge recipes NAME --to te`, as {beside.name} in the same folder"
             )
-        with about(beside):
-            reading = te.read(read_text(beside))
+        reading = read_file(beside, lambda text: te.read(text, beside, None))
         return reading.casts, [*lost, *(w for w in reading.lost if "which layers" not in w)]
     given = {key: str(value) for key, value in fields.items()}
     if "fp8_quantization_recipe" in given:

@@ -18,8 +18,8 @@ from pathlib import Path
 from textwrap import indent
 from typing import Any
 
-from narrowgauge.exchange.reading import Reading, about, read_text, yaml_documents
-from narrowgauge.exchange.refusal import Refusal, kept
+from narrowgauge.exchange.reading import Reading, read_file, yaml_documents
+from narrowgauge.exchange.refusal import Layers, Refusal
 from narrowgauge.quantization import Cast, make_cast
 from narrowgauge.recipes.places import SEEN_BEFORE, values_of
 from narrowgauge.recipes.recipe import Recipe
@@ -42,6 +42,13 @@ DISABLED = (
 )
 #: Patterns of ModelOpt's, and the names of the same layers in the models here.
 _ALSO = {"*mlp*": ("up", "gate_up", "down"), "*o_proj*": ("attention_out",)}
+
+
+NOTES = (
+    "Give it to ModelOpt as a recipe, or its quant_cfg to mtq.quantize; then train (QAT).",
+    "ModelOpt takes the largest magnitude of FP8 tensors, and of NVFP4's tensor scales, from a "
+    "calibration; the recipe takes it from each tensor.",
+)
 
 
 def _numerics() -> Iterator[tuple[str, Cast]]:
@@ -70,24 +77,25 @@ def choices(recipe: Recipe, place: str) -> list[Cast]:
     return [*(c for _, c in NUMERICS), wide] if place in PLACES.values() else [wide]
 
 
-def others(recipe: Recipe, only: tuple[str, ...], found: Sequence[Refusal]) -> list[Refusal]:
+def others(recipe: Recipe, layers: Layers, found: Sequence[Refusal]) -> list[Refusal]:
     """Layers that ModelOpt cannot select."""
+    ends = {"first_blocks": layers.first_blocks, "last_blocks": layers.last_blocks}
     return [
         Refusal("", f"keep.{key}", f"keep.{key} = {count}, and modelopt has patterns of names")
-        for key, count in zip(("first_blocks", "last_blocks"), kept(recipe)[1:], strict=True)
+        for key, count in ends.items()
         if count
     ]
 
 
-def text(recipe: Recipe, only: tuple[str, ...], blocks: int | None) -> str:
-    """The YAML file."""
+def write(recipe: Recipe, layers: Layers, blocks: int | None) -> tuple[Sequence[str], str]:
+    """The notes and the YAML file."""
     entries = [("*", "")]
-    for layers in _narrow_patterns(only) if only else ("*",):
+    for pattern in _narrow_patterns(layers.only) if layers.only else ("*",):
         for kind, place in reversed(PLACES.items()):
             # the form that ModelOpt has for this quantizer: axes for weights, blocks for inputs
             found = [cfg for cfg, cast in NUMERICS if cast == recipe.casts[place]]
-            entries += [(f"{layers}{kind}", found[-1 if kind == INPUT else 0])] if found else []
-    entries += [(pattern, "") for pattern in dict.fromkeys(map(_their_pattern, kept(recipe)[0]))]
+            entries += [(f"{pattern}{kind}", found[-1 if kind == INPUT else 0])] if found else []
+    entries += [(pattern, "") for pattern in dict.fromkeys(map(_their_pattern, layers.modules))]
     file = f"""\
 metadata:
   recipe_type: ptq
@@ -99,7 +107,7 @@ quantize:
     for pattern, cfg in entries:
         file += f"    - quantizer_name: '{pattern}'\n"
         file += f"      cfg:\n{indent(cfg, ' ' * 8)}\n" if cfg else "      enable: false\n"
-    return file
+    return NOTES, file
 
 
 def _narrow_patterns(modules: Sequence[str]) -> list[str]:
@@ -117,16 +125,7 @@ def _their_pattern(name: str) -> str:
     return pattern if pattern.endswith("*") else f"{pattern}.*"
 
 
-def notes(recipe: Recipe) -> list[str]:
-    """The places where the values of ModelOpt differ, and what its user has to do."""
-    return [
-        "Give it to ModelOpt as a recipe, or its quant_cfg to mtq.quantize; then train (QAT).",
-        "ModelOpt takes the largest magnitude of FP8 tensors, and of NVFP4's tensor scales, from a "
-        "calibration; the recipe takes it from each tensor.",
-    ]
-
-
-def read(text: str, path: Path, blocks: int | None = None) -> Reading:
+def read(text: str, path: Path, blocks: int | None) -> Reading:
     """A recipe of `modelopt_recipes`, or a file with a `quant_cfg`; `$import` is followed below its root."""
     root = next((p for p in path.resolve().parents if (p / "configs").is_dir()), path.resolve().parent)
     content = _placed(yaml_documents(text), root)
@@ -153,12 +152,8 @@ def read(text: str, path: Path, blocks: int | None = None) -> Reading:
     casts |= {p: values_of(SEEN_BEFORE[p]) for p in PASSED if SEEN_BEFORE[p] in first}
     only = [name for layers in of_layers for name in (layers.removesuffix("."), *_ALSO.get(layers, ()))]
     said = "algorithm max: largest magnitudes come from each tensor, not from a calibration"
-    return Reading(
-        casts=casts,
-        only=() if "*" in of_layers else tuple(dict.fromkeys(only)),
-        keep=(tuple(dict.fromkeys(keep)), 0, 0),
-        lost=[*[said] * bool(method), *dict.fromkeys(lost)],
-    )
+    layers = Layers(() if "*" in of_layers else tuple(dict.fromkeys(only)), tuple(dict.fromkeys(keep)))
+    return Reading(casts=casts, layers=layers, lost=[*[said] * bool(method), *dict.fromkeys(lost)])
 
 
 def _entries(items: list[Any]) -> tuple[dict[str, dict[str, Cast]], list[str], list[str]]:
@@ -221,10 +216,7 @@ def _placed(documents: Sequence[Any], root: Path, depth: int = 0) -> Any:
         target = (root / f"{imports.get(name, name)}.yaml").resolve()
         if name not in imports or not target.is_relative_to(root):
             raise UserError(f"$import {name!r} is not among its imports below {root}; correct it")
-        text = read_text(target)
-        with about(target):
-            inner = yaml_documents(text)
-        base = _placed(inner, root, depth + 1)
+        base = _placed(read_file(target, yaml_documents), root, depth + 1)
         return {**base, **rest} if isinstance(base, Mapping) else base
 
     return placed(documents[-1])

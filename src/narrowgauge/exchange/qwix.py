@@ -12,73 +12,22 @@ Source: qwix 0.1.8 and qwix @ aa623ac, providers/qt.py, core/{dot_general_qt,qar
 """
 
 from collections.abc import Sequence
-from functools import cache
 from itertools import product
 
 from narrowgauge.exchange.reading import FLOAT8
-from narrowgauge.exchange.refusal import OF_GEMM, Refusal, kept, unlike
+from narrowgauge.exchange.refusal import OF_GEMM, Layers, Refusal, unlike
 from narrowgauge.quantization import Cast, make_cast
 from narrowgauge.recipes.recipe import Recipe
 
 VERSION = "qwix 0.1.8"
-
-
-@cache
-def _narrow(tile: int) -> list[Cast]:
-    elements = product(FLOAT8, ("tensor", "row", tile))
-    return [make_cast({"element": element, "block": block}) for element, block in elements]
-
-
-def choices(recipe: Recipe, place: str) -> list[Cast]:
-    """The casts that qwix has in a place, with the width of the block there."""
-    return [make_cast(recipe.compute), *_narrow(_tile(recipe.casts[place]) or 128)]
-
-
-def others(recipe: Recipe, only: tuple[str, ...], found: Sequence[Refusal]) -> list[Refusal]:
-    """Combinations of casts that qwix supports one by one, but not together."""
-    if found:
-        return []
-    tiles = {place: _tile(c) for place, c in recipe.casts.items()}
-    apart = unlike("block", tiles, OF_GEMM, "qwix tiles both operands of a GEMM alike")
-    if make_cast(recipe.compute) in (recipe.casts["fprop.x"], recipe.casts["fprop.w"]):
-        why = "a wide operand in fprop, but qwix leaves a module alone whose weight is not quantized"
-        apart.append(Refusal("fprop", "element", why))
-    return apart
-
-
-def _tile(c: Cast) -> int | None:
-    return c.block[1] if c.block and c.block[1] else None
-
-
-def text(recipe: Recipe, only: tuple[str, ...], blocks: int | None) -> str:
-    """The Python file."""
-    modules, first, last = kept(recipe)
-    casts = recipe.casts
-    tile = _tile(casts["fprop.x"])
-    return _FILE.format(
-        patterns=[_regex(m) for m in modules],
-        first=first,
-        last=last,
-        compute=recipe.compute,
-        bwd=_dtype(casts["dgrad.dy"] if casts["dgrad.dy"].is_scaled else casts["wgrad.dy"]),
-        tile_size=f"\n            tile_size={tile}," if tile else "",
-        dtype={place: _dtype(c) for place, c in casts.items()},
-        tile={place: _tile(c) for place, c in casts.items()},
-        whole={place: c.block is None for place, c in casts.items()},
-    )
-
-
-def _dtype(c: Cast) -> str:
-    return f"jnp.{FLOAT8[c.element.name]}" if c.is_scaled else "None"
-
-
-def _regex(pattern: str) -> str:
-    """A regular expression of module paths for a recipe's pattern; it also matches a name's last part."""
-    special = {"*": ".*", "?": ".", ".": "/"}
-    made = "".join(special.get(ch, ch if ch.isalnum() or ch in "_[]-" else f"\\{ch}") for ch in pattern)
-    return made if "." in pattern else f"(.*/)?{made}"
-
-
+NOTES = (
+    "Give rules(blocks) to qwix.QtProvider, and this to qwix.quantize_model. Inputs have to be on the "
+    "left of jax.lax.dot_general, parameters on the right, as in flax's Dense and Linear.",
+    "qwix divides by amax / max, where the recipe multiplies by max / amax: scales may differ in their "
+    "last bit, and values near the midpoint of two codes may be rounded to the other one.",
+    "Scales are in the dtype of the tensor: in bfloat16, qwix rounds them to bfloat16. In float32 they "
+    "are the recipe's.",
+)
 # Forward: x on the left (lhs), w on the right. dlhs is dgrad, drhs is wgrad; a residual is the other operand.
 _FILE = '''\
 import math
@@ -128,13 +77,49 @@ def rules(blocks, block_path="blocks/{{}}"):
 '''
 
 
-def notes(recipe: Recipe) -> list[str]:
-    """How the values of qwix differ from the recipe, and what its user must do."""
-    return [
-        "Give rules(blocks) to qwix.QtProvider, and this to qwix.quantize_model. Inputs have to be on the "
-        "left of jax.lax.dot_general, parameters on the right, as in flax's Dense and Linear.",
-        "qwix divides by amax / max, where the recipe multiplies by max / amax: scales may differ in their "
-        "last bit, and values near the midpoint of two codes may be rounded to the other one.",
-        "Scales are in the dtype of the tensor: in bfloat16, qwix rounds them to bfloat16. In float32 they "
-        "are the recipe's.",
-    ]
+def choices(recipe: Recipe, place: str) -> list[Cast]:
+    """The casts that qwix has in a place, with the width of the block there."""
+    blocks = ("tensor", "row", _tile(recipe.casts[place]) or 128)
+    narrow = [make_cast({"element": e, "block": block}) for e, block in product(FLOAT8, blocks)]
+    return [make_cast(recipe.compute), *narrow]
+
+
+def others(recipe: Recipe, layers: Layers, found: Sequence[Refusal]) -> list[Refusal]:
+    """Combinations of casts that qwix supports one by one, but not together."""
+    if found:
+        return []
+    tiles = {place: _tile(c) for place, c in recipe.casts.items()}
+    apart = unlike("block", tiles, OF_GEMM, "qwix tiles both operands of a GEMM alike")
+    if make_cast(recipe.compute) in (recipe.casts["fprop.x"], recipe.casts["fprop.w"]):
+        why = "a wide operand in fprop, but qwix leaves a module alone whose weight is not quantized"
+        apart.append(Refusal("fprop", "element", why))
+    return apart
+
+
+def write(recipe: Recipe, layers: Layers, blocks: int | None) -> tuple[Sequence[str], str]:
+    """The notes and the Python file."""
+    casts = recipe.casts
+    dtypes = {p: f"jnp.{FLOAT8[c.element.name]}" if c.is_scaled else "None" for p, c in casts.items()}
+    tiles = {place: _tile(c) for place, c in casts.items()}
+    return NOTES, _FILE.format(
+        patterns=[_regex(m) for m in layers.modules],
+        first=layers.first_blocks,
+        last=layers.last_blocks,
+        compute=recipe.compute,
+        bwd=dtypes["dgrad.dy" if casts["dgrad.dy"].is_scaled else "wgrad.dy"],
+        tile_size=f"\n            tile_size={tiles['fprop.x']}," if tiles["fprop.x"] else "",
+        dtype=dtypes,
+        tile=tiles,
+        whole={place: c.block is None for place, c in casts.items()},
+    )
+
+
+def _tile(c: Cast) -> int | None:
+    return c.block[1] if c.block and c.block[1] else None
+
+
+def _regex(pattern: str) -> str:
+    """A regular expression of module paths for a recipe's pattern; it also matches a name's last part."""
+    special = {"*": ".*", "?": ".", ".": "/"}
+    made = "".join(special.get(ch, ch if ch.isalnum() or ch in "_[]-" else f"\\{ch}") for ch in pattern)
+    return made if "." in pattern else f"(.*/)?{made}"

@@ -6,18 +6,15 @@ signature has a default for. So a class or an argument that no table knows is re
 """
 
 import ast
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from narrowgauge.exchange.refusal import Kept, kept
+from narrowgauge.exchange.refusal import Layers
 from narrowgauge.quantization import Cast
 from narrowgauge.recipes.describe import cast_keys
 from narrowgauge.recipes.places import GEMMS
-from narrowgauge.recipes.recipe import Recipe
 from narrowgauge.system.errors import UserError, unknown
 from narrowgauge.system.toml_text import toml_value
 
@@ -25,6 +22,7 @@ from narrowgauge.system.toml_text import toml_value
 FLOAT8 = {"e4m3": "float8_e4m3fn", **{e: f"float8_{e}" for e in ("e5m2", "e4m3fnuz", "e5m2fnuz")}}
 #: The parameters of each class or function in order, with their defaults; None without one.
 Signatures = Mapping[str, Mapping[str, ast.expr | None]]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +30,7 @@ class Reading:
     """What a file of another tool specifies."""
 
     casts: Mapping[str, Cast]  # of the six places of GEMMs; one that is missing is in the compute format
-    only: tuple[str, ...] = ()  # patterns of the layers that have these casts; none for all layers
-    keep: Kept = ((), 0, 0)
+    layers: Layers
     gather: str = ""  # the name of the cast of weights between devices; "" for the recipe's default
     # What the file specifies, or leaves to its user, and a recipe does not hold; one sentence each.
     lost: Sequence[str] = ()
@@ -41,23 +38,17 @@ class Reading:
     def toml(self, words: Mapping[str, str]) -> str:
         """The TOML of a recipe with a name, title and source (`words`), in bf16 where not narrow."""
         casts = {place: _cast_value(c) for place, c in self.casts.items()}
-        keep = zip(("modules", "first_blocks", "last_blocks"), self.keep, strict=True)
-        tables: dict[str, dict[str, Any]] = {"[keep]": {key: value for key, value in keep if value}}
-        if self.only:
-            tables["[[rule]]"] = {"modules": self.only, **casts}
-        else:
-            for gemm in GEMMS:
-                of_gemm = {p.partition(".")[2]: c for p, c in casts.items() if p.startswith(f"{gemm}.")}
-                tables[f"[{gemm}]"] = of_gemm
+        keep = {key: value for key, value in self.layers._asdict().items() if value}
+        rule = {"modules": keep.pop("only"), **casts} if self.layers.only else {}
+        tables: dict[str, Mapping[str, Any]] = {"[keep]": keep, "[[rule]]": rule}
+        for gemm in () if rule else GEMMS:
+            tables[f"[{gemm}]"] = {p.partition(".")[2]: c for p, c in casts.items() if p.startswith(gemm)}
+        root = {**words, "compute": "bf16"} | ({"gather": self.gather} if self.gather else {})
         lines = [f"# Lost: {sentence}." for sentence in self.lost]
-        lines += _lines({**words, "compute": "bf16"} | ({"gather": self.gather} if self.gather else {}))
-        for head, table in tables.items():
-            lines += ["", head, *_lines(table)] if table else []
+        for head, table in {"": root, **tables}.items():
+            lines += ["", head] if head and table else []
+            lines += [f"{key} = {toml_value(value)}" for key, value in table.items()]
         return "\n".join(lines) + "\n"
-
-
-def _lines(table: Mapping[str, Any]) -> list[str]:
-    return [f"{key} = {toml_value(value)}" for key, value in table.items()]
 
 
 def _cast_value(c: Cast) -> str | dict[str, Any]:
@@ -66,23 +57,18 @@ def _cast_value(c: Cast) -> str | dict[str, Any]:
     return ({"cast": name} if name else {}) | keys if keys else name
 
 
-@contextmanager
-def about(file: Path) -> Iterator[None]:
-    """Name a file in the errors of its reader, and answer a form that the reader cannot even walk through."""
+def read_file(file: Path, read: Callable[[str], T]) -> T:
+    """What a reader makes of a file's text; an error names the file, also one of a form it cannot walk."""
     try:
-        yield
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{file} cannot be read: {error}") from None
+    try:
+        return read(text)
     except UserError as error:
         raise UserError(f"{file}: {error}") from None
     except (AttributeError, LookupError, TypeError, RecursionError) as error:
         raise UserError(f"{file}: it is not of the form that the tool reads ({error}); correct it") from None
-
-
-def read_text(path: Path) -> str:
-    """The text of a file."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from None
 
 
 def yaml_documents(text: str) -> list[Any]:
@@ -141,11 +127,12 @@ def wide_layers(model):
 '''
 
 
-def python_text(recipe: Recipe, imports: str, made: str) -> str:
+def python_text(compute: str, layers: Layers, imports: str, made: str) -> str:
     """A Python file that makes something, and selects the layers that stay wide (`PythonFile.reading`)."""
-    modules, first, last = kept(recipe)
-    layers = {"compute": recipe.compute, "modules": list(modules), "first": first, "last": last}
-    return _PYTHON.format(imports=imports, made=made, **layers)
+    _, modules, first, last = layers
+    return _PYTHON.format(
+        imports=imports, made=made, compute=compute, modules=list(modules), first=first, last=last
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,11 +156,6 @@ class Entry:
     def name(self) -> str:
         """What is called."""
         return self.text.partition("(")[0]
-
-
-def table(entries: Callable[..., Iterator[Entry]]) -> Callable[..., tuple[Entry, ...]]:
-    """A function that yields entries as one that makes them once."""
-    return cache(lambda *given: tuple(entries(*given)))
 
 
 def signatures(text: str) -> dict[str, dict[str, ast.expr | None]]:
@@ -218,7 +200,8 @@ class PythonFile:
             )
         if names[0] not in self.values:
             lost = [*lost, "which layers are narrow: the file leaves it to its user; add a [keep]"]
-        return Reading(casts=casts, keep=(tuple(modules or ()), first, last), gather=gather, lost=lost)
+        layers = Layers((), tuple(modules or ()), first, last)
+        return Reading(casts=casts, layers=layers, gather=gather, lost=lost)
 
     def call(self, node: ast.expr) -> Call:
         """An expression as a call with all arguments."""

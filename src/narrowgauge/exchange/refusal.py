@@ -7,29 +7,36 @@ recipe's other facts: those that no GEMM sees are listed here, any other must be
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from narrowgauge.quantization import Cast, make_cast
-from narrowgauge.recipes.describe import (
-    NONE,
-    cast_text,
-    is_wide_rule,
-    key_value,
-    recipe_facts,
-    wide_and_other_rules,
-)
+from narrowgauge.recipes.describe import NONE, cast_text, is_wide_rule, key_value, recipe_facts
 from narrowgauge.recipes.places import GEMM_PLACES, GEMMS, GROUPS, Rule
 from narrowgauge.recipes.recipe import Recipe
 from narrowgauge.recipes.recipe_rules import reuses
 from narrowgauge.system.errors import UserError
 from narrowgauge.system.toml_text import toml_value
 
-#: The layers that a recipe keeps in `compute`: patterns, and blocks from both ends of the model.
-Kept = tuple[tuple[str, ...], float, float]
+#: The places that quantize each tensor, by the name that tools have for it: in its first and its second GEMM.
+TENSORS = {
+    "input": ("fprop.x", "wgrad.x"),
+    "weight": ("fprop.w", "dgrad.w"),
+    "grad_output": ("dgrad.dy", "wgrad.dy"),
+}
 #: The operands of each GEMM.
 OF_GEMM = {gemm: GROUPS[gemm] for gemm in GEMMS}
 # The facts of a recipe that a target handles, and those that affect no value.
 _HANDLED = (*GEMM_PLACES, "compute", "keep", "saved", "gather", "offload")
 _CLOCK = ("from_step", "from_share", "from_decay", "until_step", "until_share", "until_decay")
+
+
+class Layers(NamedTuple):
+    """The layers that a file makes narrow: those of some patterns, or all; and those that it keeps wide."""
+
+    only: tuple[str, ...] = ()  # patterns; () for all
+    modules: tuple[str, ...] = ()  # patterns of those that stay wide,
+    first_blocks: float = 0  # and blocks from both ends of the model, as in `Rule`
+    last_blocks: float = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +57,7 @@ class Refused(UserError):
 
 
 def outside_products(recipe: Recipe, target: str) -> list[Refusal]:
-    """What no target expresses: state, gradients on the wire, rules, and every fact that is unknown here."""
+    """What no target expresses: state, gradients on the wire, rules with casts, facts unknown here."""
     plain = recipe_facts(Recipe.from_dict({"compute": recipe.compute}))
     found = [
         Refusal(key, key, f"{key} = {value}, and {target} does not set it")
@@ -61,24 +68,19 @@ def outside_products(recipe: Recipe, target: str) -> list[Refusal]:
     if recipe.saved != "input" and not reuses("wgrad.x", recipe.casts, recipe.saved):
         why = f"saved = {cast_text(recipe.saved)}, but {target} makes wgrad.x of the input itself"
         found.append(Refusal("saved", "saved", why))
-    return found + _other_rules(recipe, target)
-
-
-def _other_rules(recipe: Recipe, target: str) -> list[Refusal]:
-    """Refusals of rules that do more than keep layers in `compute`."""
-    wide, other = wide_and_other_rules(recipe)
-    found = []
+    wide = [rule for rule in recipe.rules if is_wide_rule(rule, recipe)]
     if any(rule.is_for_all for rule in wide):
-        found.append(("rule", "a [[rule]] that keeps every layer wide; leave the tool out"))
+        found.append(Refusal("", "rule", "a [[rule]] that keeps every layer wide; leave the tool out"))
     for key in ("first_blocks", "last_blocks"):
         if sum(bool(getattr(rule, key)) for rule in wide) > 1:
-            found.append((key, f"two rules with {key}, where {target} has one"))
-    for rule in other:
+            found.append(Refusal("", key, f"two rules with {key}, where {target} has one"))
+    for rule in recipe.rules:
         clock = next((k.replace("_decay", "") for k in _CLOCK if getattr(rule, k)), "")
-        timed = f"[[rule]] {clock}, but a configuration of {target} holds for the whole run"
-        why = f"[[rule]] with other casts, but {target} gets one set of casts for all layers"
-        found.append((clock, timed) if clock else ("rule", why))
-    return [Refusal("", key, why) for key, why in found]
+        why = f"[[rule]] {clock}, but a configuration of {target} holds for the whole run"
+        if not clock:
+            why = f"[[rule]] with other casts, but {target} gets one set of casts for all layers"
+        found += [Refusal("", clock or "rule", why)] if rule not in wide else []
+    return found
 
 
 def cast_refusals(place: str, c: Cast, said: Sequence[Cast], target: str) -> list[Refusal]:
@@ -127,28 +129,25 @@ def _shown(key: str, c: Cast) -> str:
     return toml_value(value) if value or value is False else "none"
 
 
-def kept(recipe: Recipe) -> Kept:
-    """The layers that stay wide.
+def narrowed(recipe: Recipe, start: str | None) -> tuple[Recipe, Layers]:
+    """The recipe with the casts of its narrow modules for all, and which layers these and the wide ones are.
 
-    Rules are merged as long as each sets different ends of the model; `outside_products` refuses the rest.
-    """
-    wide, _ = wide_and_other_rules(recipe)
-    modules = tuple(dict.fromkeys(m for rule in wide for m in rule.modules))
-    first = next((rule.first_blocks for rule in wide if rule.first_blocks), 0)
-    last = next((rule.last_blocks for rule in wide if rule.last_blocks), 0)
-    return modules, first, last
-
-
-def narrowed(recipe: Recipe, start: str | None) -> tuple[Recipe, tuple[str, ...]]:
-    """The recipe with the casts of its narrow modules for all, and the patterns of these modules.
-
-    That is a recipe that is wide but for its first rule, which is of modules alone; all of its patterns begin
-    with `start`. Any other recipe is returned as it is, without patterns.
+    If the recipe is wide but for its first rule, which is of modules alone, and all patterns of these begin
+    with `start`, it gets the casts of this rule, and they are `only`. Rules that keep layers wide are merged
+    as long as each sets different ends of the model; `outside_products` refuses the rest.
     """
     first, *rest = recipe.rules or (Rule(places={}),)
     is_by_name = first.modules and first == Rule(places=first.casts, modules=first.modules)
     is_rest_wide = {recipe.casts[place] for place in GEMM_PLACES} == {make_cast(recipe.compute)}
     fits = start is not None and all(pattern.startswith(start) for pattern in first.modules)
-    if not (is_by_name and is_rest_wide and fits) or is_wide_rule(first, recipe):
-        return recipe, ()
-    return replace(recipe, places={**recipe.places, **first.places}, rules=tuple(rest)), first.modules
+    only: tuple[str, ...] = ()
+    if is_by_name and is_rest_wide and fits and not is_wide_rule(first, recipe):
+        recipe = replace(recipe, places={**recipe.places, **first.places}, rules=tuple(rest))
+        only = first.modules
+    wide = [rule for rule in recipe.rules if is_wide_rule(rule, recipe)]
+    modules = tuple(dict.fromkeys(m for rule in wide for m in rule.modules))
+    first_blocks, last_blocks = (
+        next(filter(None, (getattr(rule, key) for rule in wide)), 0)
+        for key in ("first_blocks", "last_blocks")
+    )
+    return recipe, Layers(only, modules, first_blocks, last_blocks)

@@ -13,12 +13,13 @@ NVFP4's options exclude. Float8CurrentScaling gets exact accumulation in fprop, 
 import ast
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.exchange.reading import Call, Entry, PythonFile, Reading, python_text, signatures, table
-from narrowgauge.exchange.refusal import OF_GEMM, Refusal, kept, unlike
+from narrowgauge.exchange.reading import Call, Entry, PythonFile, Reading, python_text, signatures
+from narrowgauge.exchange.refusal import OF_GEMM, TENSORS, Layers, Refusal, unlike
 from narrowgauge.quantization import Cast, make_cast
 from narrowgauge.recipes.places import GEMM_PLACES, SEEN_BEFORE, values_of
 from narrowgauge.recipes.recipe import Recipe
@@ -29,13 +30,6 @@ FACTORY = "qfactory"
 #: The places that a HybridQuantizer can make of the values of the other one; not gradients.
 _DEQUANTIZED = ("dgrad.w", "wgrad.x")
 _FP8 = "Float8CurrentScalingQuantizer"
-
-#: The rowwise and the columnwise place of each tensor.
-TENSORS = {
-    "input": ("fprop.x", "wgrad.x"),
-    "weight": ("fprop.w", "dgrad.w"),
-    "grad_output": ("dgrad.dy", "wgrad.dy"),
-}
 #: Parameters that set in how many bits a GEMM accumulates, which a recipe does not specify.
 ACCUMULATION = ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad")
 _ATTENTION = "fp8_dpa=False, fp8_mha=False, backward_override=None"
@@ -81,7 +75,28 @@ NVFP4Quantizer(
 )
 HybridQuantizer(rowwise_quantizer, columnwise_quantizer, columnwise_source="original")
 """)
-SIGNATURES = RECIPES | PARTS
+_HYBRID = """\
+HybridQuantizer(
+            rowwise_quantizer={row},
+            columnwise_quantizer={column},
+            columnwise_source="{source}",
+        )"""
+_FACTORY = '''
+
+def qfactory(role):
+    """The quantizer of one tensor of one layer."""
+    is_linear = role is not None and role.module_type in ("linear", "grouped_linear")
+{cases}    return IdentityQuantizer()
+
+'''
+_MODULES = {
+    "Float8BlockQuantizer": "float8_blockwise_tensor",
+    "Float8CurrentScalingQuantizer": "float8_tensor",
+    "HybridQuantizer": "hybrid_tensor",
+    "IdentityQuantizer": "identity_tensor",
+    "MXFP8Quantizer": "mxfp8_tensor",
+    "NVFP4Quantizer": "nvfp4_tensor",
+}
 
 
 def own_recipe(recipe: Recipe) -> Entry | None:
@@ -90,7 +105,7 @@ def own_recipe(recipe: Recipe) -> Entry | None:
     rows = own_recipes()
     if x.history and dy.element.name in ("e4m3", "e5m2"):
         word = "HYBRID" if dy.element.name == "e5m2" else "E4M3"
-        rows = (*rows, delayed_scaling(word, x.history, x.history_algorithm, x.margin))
+        rows = [*rows, delayed_scaling(word, x.history, x.history_algorithm, x.margin)]
     return next((own for own in rows if own.casts == recipe.casts), None)
 
 
@@ -100,27 +115,25 @@ def _six(x: Any, dy: Any, w: Any, wgrad_x: Any = None, wgrad_dy: Any = None) -> 
     return {place: make_cast(value) for place, value in given.items()}
 
 
-@table
-def own_recipes() -> Iterator[Entry]:
+@cache
+def own_recipes() -> list[Entry]:
     """All recipes but `delayed_scaling`, with Megatron's fields for those that it names."""
+    found = []
     block = {"element": "e4m3", "block": 128, "power_of_two": True}
     for word, dy, mx_dy in (("HYBRID", "e5m2", "mxfp8-e5m2"), ("E4M3", "e4m3", "mxfp8")):
         fp8 = f"fp8_format=Format.{word}"
         exact = f"{fp8}, use_power_2_scales=False, fp8_gemm_fprop=MMParams(use_split_accumulator=True)"
+        mx = f"MXFP8BlockScaling({fp8}, enable_2d_quantization"
         in_blocks = _six(block, block | {"element": dy}, block | {"block": [128, 128]})
         square = _six("mxfp8", mx_dy, {"cast": "mxfp8", "block": [32, 32]})
         for name, text, casts in (
             ("tensorwise", f"Float8CurrentScaling({exact})", _six("e4m3", dy, "e4m3")),
             ("blockwise", f"Float8BlockScaling({fp8}, use_f32_scales=False)", in_blocks),
-            (
-                "mxfp8",
-                f"MXFP8BlockScaling({fp8}, enable_2d_quantization=False)",
-                _six("mxfp8", mx_dy, "mxfp8"),
-            ),
-            ("", f"MXFP8BlockScaling({fp8}, enable_2d_quantization=True)", square),
+            ("mxfp8", f"{mx}=False)", _six("mxfp8", mx_dy, "mxfp8")),
+            ("", f"{mx}=True)", square),
         ):
             fields = {"fp8_quantization_recipe": name, "fp8_format": word.lower()} if name else {}
-            yield Entry(text, casts, fields)
+            found.append(Entry(text, casts, fields))
     for rht, stochastic, is_2d in product((True, False), repeat=3):
         x: dict[str, Any] = {"cast": "nvfp4"}
         rounded = x | ({"rounding": "stochastic"} if stochastic else {})
@@ -130,7 +143,9 @@ def own_recipes() -> Iterator[Entry]:
             f"disable_2d_quantization={not is_2d})"
         )
         casts = _six(x, rounded, "nvfp4-2d" if is_2d else x, x | transform, rounded | transform)
-        yield Entry(text, casts, {"fp4_quantization_recipe": "nvfp4"} if rht and stochastic and is_2d else {})
+        fields = {"fp4_quantization_recipe": "nvfp4"} if rht and stochastic and is_2d else {}
+        found.append(Entry(text, casts, fields))
+    return found
 
 
 def delayed_scaling(word: str, history: int, algorithm: str, margin: int) -> Entry:
@@ -146,59 +161,59 @@ def delayed_scaling(word: str, history: int, algorithm: str, margin: int) -> Ent
     return Entry(text, _six(keys, of_dy, keys), arguments)
 
 
-@table
-def quantizers(compute: str) -> Iterator[Entry]:
+@cache
+def quantizers(compute: str) -> list[Entry]:
     """All configurations of its quantizers; `compute` is the format of unquantized tensors."""
-    yield Entry("IdentityQuantizer()", dict.fromkeys(GEMM_PLACES, make_cast(compute)))
+    found = [Entry("IdentityQuantizer()", dict.fromkeys(GEMM_PLACES, make_cast(compute)))]
+    for text, tensor, keys, more in (*_fp8_quantizers(), *_nvfp4_quantizers()):
+        casts = make_cast(keys), make_cast(keys | more)
+        pairs = [TENSORS[tensor]] if tensor else TENSORS.values()
+        found.append(Entry(text, {p: c for pair in pairs for p, c in zip(pair, casts, strict=True)}))
+    rows = {"fprop.x": make_cast({"cast": "nvfp4", "tensor_scale": "row"})}
+    text = "NVFP4Quantizer(DType.kFloat4E2M1, columnwise=False, row_scaled_nvfp4=True)"
+    return [*found, Entry(text, rows)]
+
+
+#: A quantizer of a tensor, "" for all; the keys of its cast, and more that its columnwise cast has.
+_Row = tuple[str, str, dict[str, Any], dict[str, Any]]
+
+
+def _fp8_quantizers() -> Iterator[_Row]:
     for element, powers in product(("e4m3", "e5m2"), (False, True)):
         dtype, keys = f"DType.kFloat8{element.upper()}", {"element": element, "power_of_two": powers}
-        options = f'device="cuda", force_pow_2_scales={powers}, amax_epsilon=0.0'
-        yield _quantizer(f"Float8CurrentScalingQuantizer({dtype}, {options})", "", keys)
+        yield f'{_FP8}({dtype}, device="cuda", force_pow_2_scales={powers}, amax_epsilon=0.0)', "", keys, {}
         options = f"rowwise=True, columnwise=True, amax_epsilon=0.0, force_pow_2_scales={powers}"
         for dim, block, tensor in ((1, 128, ""), (2, [128, 128], "weight")):
             text = f"Float8BlockQuantizer({dtype}, {options}, block_scaling_dim={dim})"
-            yield _quantizer(text, tensor, keys | {"block": block})
-    mx, square = "MXFP8Quantizer(DType.kFloat8", {"cast": "mxfp8", "block": [32, 32]}
-    yield _quantizer(f"{mx}E4M3)", "", "mxfp8")
-    yield _quantizer(f"{mx}E5M2)", "", "mxfp8-e5m2")
-    yield _quantizer(f"{mx}E4M3, with_2d_quantization=True)", "weight", square)
-    yield from _nvfp4_quantizers()
+            yield text, tensor, keys | {"block": block}, {}
+    mx = "MXFP8Quantizer(DType.kFloat8"
+    yield f"{mx}E4M3)", "", {"cast": "mxfp8"}, {}
+    yield f"{mx}E5M2)", "", {"cast": "mxfp8-e5m2"}, {}
+    yield f"{mx}E4M3, with_2d_quantization=True)", "weight", {"cast": "mxfp8", "block": [32, 32]}, {}
 
 
-def _quantizer(text: str, tensor: str, value: Any, column: Mapping[str, Any] | None = None) -> Entry:
-    """A quantizer of a tensor, "" for all; `column` has more keys of its columnwise cast."""
-    row = make_cast(value)
-    second = make_cast(value | column) if column else row
-    pairs = [TENSORS[tensor]] if tensor else TENSORS.values()
-    return Entry(text, {place: c for pair in pairs for place, c in zip(pair, (row, second), strict=True)})
-
-
-def _nvfp4_quantizers() -> Iterator[Entry]:
-    def quantizer(tensor: str, options: str, column: Mapping[str, Any] | None = None, **keys: Any) -> Entry:
-        return _quantizer(
-            f"NVFP4Quantizer(DType.kFloat4E2M1{options})", tensor, {"cast": "nvfp4", **keys}, column
-        )
+def _nvfp4_quantizers() -> Iterator[_Row]:
+    def row(tensor: str, options: str, more: Mapping[str, Any] | None = None, **keys: Any) -> _Row:
+        text = f"NVFP4Quantizer(DType.kFloat4E2M1{options})"
+        return text, tensor, {"cast": "nvfp4", **keys}, dict(more or {})
 
     rounded, is_square = ", stochastic_rounding=True", ", with_2d_quantization=True"
-    yield quantizer("", "")
-    yield quantizer("weight", is_square, cast="nvfp4-2d")
-    yield quantizer("grad_output", rounded, rounding="stochastic")
+    yield row("", "")
+    yield row("weight", is_square, cast="nvfp4-2d")
+    yield row("grad_output", rounded, rounding="stochastic")
     for random in (True, False):
         transform = {"hadamard": 16} | ({} if random else {"signs": [1] * 16})
         rht = f", with_rht=True, with_post_rht_amax=True, with_random_sign_mask={random}"
-        yield quantizer("input", rht, transform)
-        yield quantizer("grad_output", rht, transform)
-        yield quantizer("grad_output", f"{rht}{rounded}", transform, rounding="stochastic")
+        yield row("input", rht, transform)
+        yield row("grad_output", rht, transform)
+        yield row("grad_output", f"{rht}{rounded}", transform, rounding="stochastic")
     for choose, target in product(("mae", "mse"), (256, 448)):
         keys: dict[str, Any] = {"candidates": [6, 4], "choose": choose}
         keys |= {"scale_target": 448} if target == 448 else {}
         options = f", nvfp4_use_4over6=True, nvfp4_e4m3_max={target}, "
         options += f'nvfp4_4over6_err_mode="{choose.upper()}"'
-        yield quantizer("", options, **keys)
-        yield quantizer("weight", f"{options}{is_square}", cast="nvfp4-2d", **keys)
-    rows = make_cast({"cast": "nvfp4", "tensor_scale": "row"})
-    text = "NVFP4Quantizer(DType.kFloat4E2M1, columnwise=False, row_scaled_nvfp4=True)"
-    yield Entry(text, {"fprop.x": rows})
+        yield row("", options, **keys)
+        yield row("weight", f"{options}{is_square}", cast="nvfp4-2d", **keys)
 
 
 def choices(recipe: Recipe, place: str) -> list[Cast]:
@@ -212,7 +227,7 @@ def choices(recipe: Recipe, place: str) -> list[Cast]:
     return [*found, values_of(of), *(replace(c, of=of) for c in found if c.is_scaled)]
 
 
-def others(recipe: Recipe, only: tuple[str, ...], found: Sequence[Refusal]) -> list[Refusal]:
+def others(recipe: Recipe, layers: Layers, found: Sequence[Refusal]) -> list[Refusal]:
     """GEMMs whose operands are of two kinds, or both in E5M2: neither is supported there."""
     if own_recipe(recipe) is not None or any(refusal.place in GEMM_PLACES for refusal in found):
         return []
@@ -242,24 +257,31 @@ def _quantizers_of(recipe: Recipe, row: str, column: str) -> tuple[Entry, Entry]
     return (both[0], both[0]) if both else (of_row[0], of_column[0])
 
 
-def text(recipe: Recipe, only: tuple[str, ...], blocks: int | None) -> str:
-    """The Python file."""
-    own = own_recipe(recipe)
-    made = f"CustomRecipe(qfactory={FACTORY})" if own is None else own.text
-    if len(made) >= 95:
-        name, _, rest = made.partition("(")
-        made = f"{name}(\n" + "".join(f"    {a},\n" for a in rest[:-1].split(", ")) + ")"
-    names = [name for name in ("Format", "MMParams") if f"{name}." in made or f"{name}(" in made]
-    imports = f"from transformer_engine.common.recipe import {', '.join([made.partition('(')[0], *names])}\n"
-    return python_text(
-        recipe, imports + (_factory(recipe) if needs_factory(recipe) else ""), f"RECIPE = {made}"
-    )
-
-
 def needs_factory(recipe: Recipe) -> bool:
     """Whether the file has a quantizer factory: Megatron has no name for the recipe, and needs one."""
     own = own_recipe(recipe)
     return own is None or not own.above
+
+
+def write(recipe: Recipe, layers: Layers, blocks: int | None) -> tuple[Sequence[str], str]:
+    """The notes, with how the values of TransformerEngine differ, and the Python file."""
+    own = own_recipe(recipe)
+    made = own.text if own else f"CustomRecipe(qfactory={FACTORY})"
+    name, _, rest = made.partition("(")
+    if len(made) >= 95:
+        made = f"{name}(\n" + "".join(f"    {a},\n" for a in rest[:-1].split(", ")) + ")"
+    names = [name, *(n for n in ("Format", "MMParams") if f"{n}." in made or f"{n}(" in made)]
+    imports = f"from transformer_engine.common.recipe import {', '.join(names)}\n"
+    imports += _factory(recipe) if needs_factory(recipe) else ""
+    notes = [
+        "Use it as te.autocast(recipe=RECIPE) around the layers that are not in wide_layers(model).",
+        *notes_of_values(recipe),
+    ]
+    if layers.first_blocks or layers.last_blocks:
+        notes.append(
+            "Blocks are counted in the model that wide_layers is given: under pipelining, the whole one."
+        )
+    return notes, python_text(recipe.compute, layers, imports, f"RECIPE = {made}")
 
 
 def _factory(recipe: Recipe) -> str:
@@ -279,44 +301,10 @@ def _factory(recipe: Recipe) -> str:
     return "".join(imports) + body
 
 
-_HYBRID = """\
-HybridQuantizer(
-            rowwise_quantizer={row},
-            columnwise_quantizer={column},
-            columnwise_source="{source}",
-        )"""
-_FACTORY = '''
-
-def qfactory(role):
-    """The quantizer of one tensor of one layer."""
-    is_linear = role is not None and role.module_type in ("linear", "grouped_linear")
-{cases}    return IdentityQuantizer()
-
-'''
-_MODULES = {
-    "Float8BlockQuantizer": "float8_blockwise_tensor",
-    "Float8CurrentScalingQuantizer": "float8_tensor",
-    "HybridQuantizer": "hybrid_tensor",
-    "IdentityQuantizer": "identity_tensor",
-    "MXFP8Quantizer": "mxfp8_tensor",
-    "NVFP4Quantizer": "nvfp4_tensor",
-}
-
-
-def notes(recipe: Recipe) -> list[str]:
-    """How the values of TransformerEngine differ, and what its user must do."""
-    blocks = "Blocks are counted in the model that wide_layers is given: under pipelining, the whole one."
-    return [
-        "Use it as te.autocast(recipe=RECIPE) around the layers that are not in wide_layers(model).",
-        *notes_of_values(recipe),
-        *([blocks] if any(kept(recipe)[1:]) else []),
-    ]
-
-
 def notes_of_values(recipe: Recipe) -> list[str]:
     """How the values of TransformerEngine differ."""
     own, casts = own_recipe(recipe), recipe.casts.values()
-    fast = (own is None or own.name == "DelayedScaling") and recipe.casts["fprop.x"].element.bits == 8
+    is_current = own is not None and own.name != "DelayedScaling"
     said = {
         "Stochastic rounding has the same two neighbours and other random bits: runs agree on average.": any(
             c.is_random for c in casts
@@ -325,14 +313,14 @@ def notes_of_values(recipe: Recipe) -> list[str]:
             c.of and not c.is_scaled for c in casts
         ),
         "On sm_90, fprop of FP8 adds up with fast accumulation (module/base.py, _2X_ACC_FPROP), which is "
-        "less than fp32.": fast,
+        "less than fp32.": recipe.casts["fprop.x"].element.bits == 8 and not is_current,
     }
     return [sentence for sentence, is_so in said.items() if is_so]
 
 
-def read(text: str, path: Path | None = None, blocks: int | None = None) -> Reading:
+def read(text: str, path: Path, blocks: int | None) -> Reading:
     """The recipe object or the quantizer factory of a Python file, which is parsed and not executed."""
-    file = PythonFile(text, SIGNATURES)
+    file = PythonFile(text, RECIPES | PARTS)
     if FACTORY in file.functions:
         return file.reading(_of_factory(file), ())
     call = file.made(f"recipes of TransformerEngine's and has no function {FACTORY}", *RECIPES)
@@ -340,7 +328,7 @@ def read(text: str, path: Path | None = None, blocks: int | None = None) -> Read
     if call.name == "DelayedScaling":
         word = "E4M3" if given["fp8_format"] == "Format.E4M3" else "HYBRID"
         algorithm = "most_recent" if given["amax_compute_algo"] == "most_recent" else "max"
-        rows = (delayed_scaling(word, given["amax_history_len"], algorithm, given["margin"]),)
+        rows = [delayed_scaling(word, given["amax_history_len"], algorithm, given["margin"])]
     lost = [
         f"{key} with use_split_accumulator=False: the recipe accumulates in fp32"
         for key in ACCUMULATION

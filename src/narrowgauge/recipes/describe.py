@@ -91,12 +91,6 @@ def is_wide_rule(rule: Rule, recipe: Recipe) -> bool:
     return set(GEMM_PLACES) <= set(rule.casts) and set(rule.casts.values()) == {cast(recipe.compute)}
 
 
-def wide_and_other_rules(recipe: Recipe) -> tuple[list[Rule], list[Rule]]:
-    """The rules that keep layers in `compute`, and all others."""
-    wide = [rule for rule in recipe.rules if is_wide_rule(rule, recipe)]
-    return wide, [rule for rule in recipe.rules if not is_wide_rule(rule, recipe)]
-
-
 def _rule_facts(recipe: Recipe) -> dict[str, str]:
     facts, number = {}, 0
     for rule in recipe.rules:
