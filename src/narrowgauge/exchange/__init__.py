@@ -1,5 +1,9 @@
 """Recipes of other tools: written for them by `write_recipe`, read from their files by `read_recipe`.
 
+An operand must equal a cast of a tool's tables in every field. So a key that is new in recipes is refused for
+every tool until its meaning there is written down. The same holds for a recipe's other facts: those that no
+GEMM sees are listed here, any other must be at its default.
+
 A tool is a module around one table of its names, which both directions use:
 
     VERSION       the version that the table describes
@@ -14,17 +18,21 @@ import re
 import shlex
 import textwrap
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 import narrowgauge
 from narrowgauge.exchange import megatron, modelopt, qwix, te, torchao
-from narrowgauge.exchange.reading import Reading, read_file
-from narrowgauge.exchange.refusal import Refusal, Refused, cast_refusals, narrowed, outside_products
-from narrowgauge.recipes.places import GEMM_PLACES
+from narrowgauge.exchange.table import Layers, Reading, Refusal, read_file
+from narrowgauge.quantization import Cast, make_cast
+from narrowgauge.recipes.describe import NONE, cast_text, is_wide_rule, key_value, recipe_facts
+from narrowgauge.recipes.places import GEMM_PLACES, Rule
 from narrowgauge.recipes.recipe import Recipe
+from narrowgauge.recipes.recipe_rules import reuses
 from narrowgauge.recipes.registry import is_shipped
-from narrowgauge.system.errors import unknown
+from narrowgauge.system.errors import UserError, unknown
+from narrowgauge.system.toml_text import toml_value
 
 __all__ = ["SOURCES", "TARGETS", "Refusal", "Refused", "read_recipe", "refusals", "write_recipe"]
 
@@ -38,11 +46,18 @@ TARGETS: Mapping[str, ModuleType] = {
 }
 #: The tools whose files can be read.
 SOURCES = {name: tool for name, tool in TARGETS.items() if hasattr(tool, "read")}
+# The facts of a recipe that a target handles, and those that affect no value.
+_HANDLED = (*GEMM_PLACES, "compute", "keep", "saved", "gather", "offload")
+_CLOCK = ("from_step", "from_share", "from_decay", "until_step", "until_share", "until_decay")
 # The comment at the top of a written file, with its lines unwrapped.
 _HEADER = re.compile(
     r"# Recipe (?P<name>\S+) of narrowgauge \S+, for .*\n(# Written by: .*\n)?"
     r"# (?P<title>.*?)\.?\n# Source of the recipe: (?P<source>.*?)\.?(\n|$)"
 )
+
+
+class Refused(UserError):
+    """A recipe that a target cannot express."""
 
 
 def refusals(recipe: Recipe, target: str) -> list[Refusal]:
@@ -57,10 +72,10 @@ def refusals(recipe: Recipe, target: str) -> list[Refusal]:
         why = f"compute = {recipe.compute!r} in all three GEMMs, so {target} has nothing to quantize"
         return [Refusal("", "compute", why)]
     tool = TARGETS[target]
-    plain, layers = narrowed(recipe, getattr(tool, "PATTERN", None))
-    found = outside_products(plain, target)
+    plain, layers = _narrowed(recipe, getattr(tool, "PATTERN", None))
+    found = _outside_products(plain, target)
     for place in GEMM_PLACES:
-        found += cast_refusals(place, plain.casts[place], tool.choices(plain, place), target)
+        found += _cast_refusals(place, plain.casts[place], tool.choices(plain, place), target)
     return list(dict.fromkeys([*found, *tool.others(plain, layers, found)]))
 
 
@@ -81,7 +96,7 @@ def write_recipe(recipe: Recipe, target: str, blocks: int | None = None, given: 
     if found := refusals(recipe, target):
         raise Refused(_sentence(recipe, target, found))
     tool = TARGETS[target]
-    notes, body = tool.write(*narrowed(recipe, getattr(tool, "PATTERN", None)), blocks)
+    notes, body = tool.write(*_narrowed(recipe, getattr(tool, "PATTERN", None)), blocks)
     if not given and is_shipped(recipe):
         given = [recipe.name]
     of_blocks = [] if blocks is None else ["--blocks", str(blocks)]
@@ -143,3 +158,87 @@ def _sentence(recipe: Recipe, target: str, refusals: Sequence[Refusal]) -> str:
         f"recipe {recipe.name!r} cannot be written for {target}: {'; '.join(parts)}; change these keys in a "
         "copy of the recipe, or name another target"
     )
+
+
+def _outside_products(recipe: Recipe, target: str) -> list[Refusal]:
+    """What no target expresses: state, gradients on the wire, rules with casts, facts unknown here."""
+    plain = recipe_facts(Recipe.from_dict({"compute": recipe.compute}))
+    found = [
+        Refusal(key, key, f"{key} = {value}, and {target} does not set it")
+        for key, value in recipe_facts(recipe).items()
+        if key not in _HANDLED and not key.startswith("rule ")
+        if value not in (plain.get(key, recipe.compute), NONE)
+    ]
+    if recipe.saved != "input" and not reuses("wgrad.x", recipe.casts, recipe.saved):
+        why = f"saved = {cast_text(recipe.saved)}, but {target} makes wgrad.x of the input itself"
+        found.append(Refusal("saved", "saved", why))
+    wide = [rule for rule in recipe.rules if is_wide_rule(rule, recipe)]
+    if any(rule.is_for_all for rule in wide):
+        found.append(Refusal("", "rule", "a [[rule]] that keeps every layer wide; leave the tool out"))
+    for key in ("first_blocks", "last_blocks"):
+        if sum(bool(getattr(rule, key)) for rule in wide) > 1:
+            found.append(Refusal("", key, f"two rules with {key}, where {target} has one"))
+    for rule in recipe.rules:
+        clock = next((k.replace("_decay", "") for k in _CLOCK if getattr(rule, k)), "")
+        why = f"[[rule]] {clock}, but a configuration of {target} holds for the whole run"
+        if not clock:
+            why = f"[[rule]] with other casts, but {target} gets one set of casts for all layers"
+        found += [Refusal("", clock or "rule", why)] if rule not in wide else []
+    return found
+
+
+def _cast_refusals(place: str, c: Cast, said: Sequence[Cast], target: str) -> list[Refusal]:
+    """Refusals of a cast that a target cannot express: the keys in which the nearest differs."""
+    if c in said:
+        return []
+    if c.function:
+        why = f"{c.name}, a custom function, which {target} cannot call"
+        return [Refusal(place, "function", why)]
+
+    def distance(other: Cast) -> tuple[bool, bool, int]:
+        """How far a cast is: first by its element, then by what shares a scale."""
+        keys = _differing(c, other)
+        return "element" in keys, "block" in keys, len(keys)
+
+    nearest = min([other for other in said if other.is_scaled == c.is_scaled] or said, key=distance)
+    return [
+        Refusal(place, key, f"{key} = {_shown(key, c)}, where {target} has {_shown(key, nearest)}")
+        for key in _differing(c, nearest)
+    ]
+
+
+def _differing(c: Cast, other: Cast) -> list[str]:
+    """The keys that differ, without those that follow from another one."""
+    others = c.defaults() | other.values()
+    found = [key for key, value in c.values().items() if value != others[key]]
+    follow = {"scale": "scale_rule", "candidates": "choose", "hadamard": "signs"}
+    return [n for n in found if n not in {follow.get(key) for key in found}] or ["name"]
+
+
+def _shown(key: str, c: Cast) -> str:
+    value = key_value(key, c.values().get(key))
+    return toml_value(value) if value or value is False else "none"
+
+
+def _narrowed(recipe: Recipe, start: str | None) -> tuple[Recipe, Layers]:
+    """The recipe with the casts of its narrow modules for all, and which layers these and the wide ones are.
+
+    If the recipe is wide but for its first rule, which is of modules alone, and all patterns of these begin
+    with `start`, it gets the casts of this rule, and they are `only`. Rules that keep layers wide are merged
+    as long as each sets different ends of the model; `_outside_products` refuses the rest.
+    """
+    first, *rest = recipe.rules or (Rule(places={}),)
+    is_by_name = first.modules and first == Rule(places=first.casts, modules=first.modules)
+    is_rest_wide = {recipe.casts[place] for place in GEMM_PLACES} == {make_cast(recipe.compute)}
+    fits = start is not None and all(pattern.startswith(start) for pattern in first.modules)
+    only: tuple[str, ...] = ()
+    if is_by_name and is_rest_wide and fits and not is_wide_rule(first, recipe):
+        recipe = replace(recipe, places={**recipe.places, **first.places}, rules=tuple(rest))
+        only = first.modules
+    wide = [rule for rule in recipe.rules if is_wide_rule(rule, recipe)]
+    modules = tuple(dict.fromkeys(m for rule in wide for m in rule.modules))
+    first_blocks, last_blocks = (
+        next(filter(None, (getattr(rule, key) for rule in wide)), 0)
+        for key in ("first_blocks", "last_blocks")
+    )
+    return recipe, Layers(only, modules, first_blocks, last_blocks)

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.exchange import te
-from narrowgauge.exchange.reading import Reading, read_file, yaml_documents
-from narrowgauge.exchange.refusal import Layers, Refusal
+from narrowgauge.exchange.table import Layers, Reading, Refusal, read_file, yaml_documents
 from narrowgauge.exchange.te import choices, delayed_scaling, own_recipe, own_recipes
 from narrowgauge.quantization import Cast
 from narrowgauge.recipes.places import GEMM_PLACES, number_of_blocks

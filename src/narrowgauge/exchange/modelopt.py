@@ -18,8 +18,7 @@ from pathlib import Path
 from textwrap import indent
 from typing import Any
 
-from narrowgauge.exchange.reading import Reading, read_file, yaml_documents
-from narrowgauge.exchange.refusal import Layers, Refusal
+from narrowgauge.exchange.table import Layers, Reading, Refusal, read_file, yaml_documents
 from narrowgauge.quantization import Cast, make_cast
 from narrowgauge.recipes.places import SEEN_BEFORE, values_of
 from narrowgauge.recipes.recipe import Recipe

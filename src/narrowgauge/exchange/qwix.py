@@ -12,10 +12,10 @@ Source: qwix 0.1.8 and qwix @ aa623ac, providers/qt.py, core/{dot_general_qt,qar
 """
 
 from collections.abc import Sequence
+from functools import cache
 from itertools import product
 
-from narrowgauge.exchange.reading import FLOAT8
-from narrowgauge.exchange.refusal import OF_GEMM, Layers, Refusal, unlike
+from narrowgauge.exchange.table import FLOAT8, OF_GEMM, Layers, Refusal, unlike
 from narrowgauge.quantization import Cast, make_cast
 from narrowgauge.recipes.recipe import Recipe
 
@@ -77,11 +77,15 @@ def rules(blocks, block_path="blocks/{{}}"):
 '''
 
 
+@cache
+def _narrow(tile: int) -> list[Cast]:
+    elements = product(FLOAT8, ("tensor", "row", tile))
+    return [make_cast({"element": element, "block": block}) for element, block in elements]
+
+
 def choices(recipe: Recipe, place: str) -> list[Cast]:
     """The casts that qwix has in a place, with the width of the block there."""
-    blocks = ("tensor", "row", _tile(recipe.casts[place]) or 128)
-    narrow = [make_cast({"element": e, "block": block}) for e, block in product(FLOAT8, blocks)]
-    return [make_cast(recipe.compute), *narrow]
+    return [make_cast(recipe.compute), *_narrow(_tile(recipe.casts[place]) or 128)]
 
 
 def others(recipe: Recipe, layers: Layers, found: Sequence[Refusal]) -> list[Refusal]:

@@ -11,15 +11,15 @@ NVFP4's options exclude. Float8CurrentScaling gets exact accumulation in fprop, 
 """
 
 import ast
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.exchange.reading import Call, Entry, PythonFile, Reading, python_text, signatures
-from narrowgauge.exchange.refusal import OF_GEMM, TENSORS, Layers, Refusal, unlike
+from narrowgauge.exchange.python_file import Call, Entry, PythonFile, python_text, signatures
+from narrowgauge.exchange.table import OF_GEMM, TENSORS, Layers, Reading, Refusal, unlike
 from narrowgauge.quantization import Cast, make_cast
 from narrowgauge.recipes.places import GEMM_PLACES, SEEN_BEFORE, values_of
 from narrowgauge.recipes.recipe import Recipe
@@ -165,55 +165,43 @@ def delayed_scaling(word: str, history: int, algorithm: str, margin: int) -> Ent
 def quantizers(compute: str) -> list[Entry]:
     """All configurations of its quantizers; `compute` is the format of unquantized tensors."""
     found = [Entry("IdentityQuantizer()", dict.fromkeys(GEMM_PLACES, make_cast(compute)))]
-    for text, tensor, keys, more in (*_fp8_quantizers(), *_nvfp4_quantizers()):
-        casts = make_cast(keys), make_cast(keys | more)
+
+    def add(tensor: str, text: str, keys: dict[str, Any], column: Mapping[str, Any] | None = None) -> None:
+        """Add a quantizer of a tensor, "" for all; `column` has more keys of its columnwise cast."""
+        casts = make_cast(keys), make_cast({**keys, **(column or {})})
         pairs = [TENSORS[tensor]] if tensor else TENSORS.values()
         found.append(Entry(text, {p: c for pair in pairs for p, c in zip(pair, casts, strict=True)}))
-    rows = {"fprop.x": make_cast({"cast": "nvfp4", "tensor_scale": "row"})}
-    text = "NVFP4Quantizer(DType.kFloat4E2M1, columnwise=False, row_scaled_nvfp4=True)"
-    return [*found, Entry(text, rows)]
 
-
-#: A quantizer of a tensor, "" for all; the keys of its cast, and more that its columnwise cast has.
-_Row = tuple[str, str, dict[str, Any], dict[str, Any]]
-
-
-def _fp8_quantizers() -> Iterator[_Row]:
     for element, powers in product(("e4m3", "e5m2"), (False, True)):
-        dtype, keys = f"DType.kFloat8{element.upper()}", {"element": element, "power_of_two": powers}
-        yield f'{_FP8}({dtype}, device="cuda", force_pow_2_scales={powers}, amax_epsilon=0.0)', "", keys, {}
+        dtype, fp8 = f"DType.kFloat8{element.upper()}", {"element": element, "power_of_two": powers}
+        add("", f'{_FP8}({dtype}, device="cuda", force_pow_2_scales={powers}, amax_epsilon=0.0)', fp8)
         options = f"rowwise=True, columnwise=True, amax_epsilon=0.0, force_pow_2_scales={powers}"
-        for dim, block, tensor in ((1, 128, ""), (2, [128, 128], "weight")):
-            text = f"Float8BlockQuantizer({dtype}, {options}, block_scaling_dim={dim})"
-            yield text, tensor, keys | {"block": block}, {}
-    mx = "MXFP8Quantizer(DType.kFloat8"
-    yield f"{mx}E4M3)", "", {"cast": "mxfp8"}, {}
-    yield f"{mx}E5M2)", "", {"cast": "mxfp8-e5m2"}, {}
-    yield f"{mx}E4M3, with_2d_quantization=True)", "weight", {"cast": "mxfp8", "block": [32, 32]}, {}
-
-
-def _nvfp4_quantizers() -> Iterator[_Row]:
-    def row(tensor: str, options: str, more: Mapping[str, Any] | None = None, **keys: Any) -> _Row:
-        text = f"NVFP4Quantizer(DType.kFloat4E2M1{options})"
-        return text, tensor, {"cast": "nvfp4", **keys}, dict(more or {})
-
-    rounded, is_square = ", stochastic_rounding=True", ", with_2d_quantization=True"
-    yield row("", "")
-    yield row("weight", is_square, cast="nvfp4-2d")
-    yield row("grad_output", rounded, rounding="stochastic")
-    for random in (True, False):
-        transform = {"hadamard": 16} | ({} if random else {"signs": [1] * 16})
-        rht = f", with_rht=True, with_post_rht_amax=True, with_random_sign_mask={random}"
-        yield row("input", rht, transform)
-        yield row("grad_output", rht, transform)
-        yield row("grad_output", f"{rht}{rounded}", transform, rounding="stochastic")
+        block = f"Float8BlockQuantizer({dtype}, {options}, block_scaling_dim"
+        add("", f"{block}=1)", fp8 | {"block": 128})
+        add("weight", f"{block}=2)", fp8 | {"block": [128, 128]})
+    mx, square = "MXFP8Quantizer(DType.kFloat8", {"cast": "mxfp8", "block": [32, 32]}
+    add("", f"{mx}E4M3)", {"cast": "mxfp8"})
+    add("", f"{mx}E5M2)", {"cast": "mxfp8-e5m2"})
+    add("weight", f"{mx}E4M3, with_2d_quantization=True)", square)
+    nvfp4, row, dy = "NVFP4Quantizer(DType.kFloat4E2M1", {"cast": "nvfp4"}, "grad_output"
+    random, is_square = ", stochastic_rounding=True)", ", with_2d_quantization=True)"
+    rounded, square = row | {"rounding": "stochastic"}, {"cast": "nvfp4-2d"}
+    add("", f"{nvfp4})", row)
+    add("weight", f"{nvfp4}{is_square}", square)
+    add(dy, f"{nvfp4}{random}", rounded)
+    for signs, is_random in (({}, True), ({"signs": [1] * 16}, False)):
+        transform = {"hadamard": 16, **signs}
+        rht = f"{nvfp4}, with_rht=True, with_post_rht_amax=True, with_random_sign_mask={is_random}"
+        add("input", f"{rht})", row, transform)
+        add(dy, f"{rht})", row, transform)
+        add(dy, f"{rht}{random}", rounded, transform)
     for choose, target in product(("mae", "mse"), (256, 448)):
-        keys: dict[str, Any] = {"candidates": [6, 4], "choose": choose}
-        keys |= {"scale_target": 448} if target == 448 else {}
-        options = f", nvfp4_use_4over6=True, nvfp4_e4m3_max={target}, "
-        options += f'nvfp4_4over6_err_mode="{choose.upper()}"'
-        yield row("", options, **keys)
-        yield row("weight", f"{options}{is_square}", cast="nvfp4-2d", **keys)
+        keys = {"candidates": [6, 4], "choose": choose} | ({"scale_target": 448} if target == 448 else {})
+        best = f'nvfp4_e4m3_max={target}, nvfp4_4over6_err_mode="{choose.upper()}"'
+        add("", f"{nvfp4}, nvfp4_use_4over6=True, {best})", row | keys)
+        add("weight", f"{nvfp4}, nvfp4_use_4over6=True, {best}{is_square}", square | keys)
+    of_rows = {"fprop.x": make_cast({"cast": "nvfp4", "tensor_scale": "row"})}
+    return [*found, Entry(f"{nvfp4}, columnwise=False, row_scaled_nvfp4=True)", of_rows)]
 
 
 def choices(recipe: Recipe, place: str) -> list[Cast]:
@@ -247,12 +235,10 @@ def others(recipe: Recipe, layers: Layers, found: Sequence[Refusal]) -> list[Ref
 
 def _quantizers_of(recipe: Recipe, row: str, column: str) -> tuple[Entry, Entry]:
     """The quantizers of a tensor's two directions; the same one twice if one makes both."""
-    options, (first, second) = quantizers(recipe.compute), (recipe.casts[place] for place in (row, column))
-    plain = (
-        second if not second.of else replace(second, of="") if second.is_scaled else make_cast(recipe.compute)
-    )
-    of_row = [q for q in options if q.casts.get(row) == first]
-    of_column = [q for q in options if q.casts.get(column) == plain]
+    options, second = quantizers(recipe.compute), recipe.casts[column]
+    plain = replace(second, of="") if second.is_scaled else make_cast(recipe.compute)
+    of_row = [q for q in options if q.casts.get(row) == recipe.casts[row]]
+    of_column = [q for q in options if q.casts.get(column) == (plain if second.of else second)]
     both = [] if second.of else [q for q in of_row if q in of_column]
     return (both[0], both[0]) if both else (of_row[0], of_column[0])
 
@@ -305,17 +291,21 @@ def notes_of_values(recipe: Recipe) -> list[str]:
     """How the values of TransformerEngine differ."""
     own, casts = own_recipe(recipe), recipe.casts.values()
     is_current = own is not None and own.name != "DelayedScaling"
-    said = {
-        "Stochastic rounding has the same two neighbours and other random bits: runs agree on average.": any(
-            c.is_random for c in casts
-        ),
-        "A tensor that is reused is rounded to the compute format first, which the recipe does not do.": any(
-            c.of and not c.is_scaled for c in casts
-        ),
-        "On sm_90, fprop of FP8 adds up with fast accumulation (module/base.py, _2X_ACC_FPROP), which is "
-        "less than fp32.": recipe.casts["fprop.x"].element.bits == 8 and not is_current,
-    }
-    return [sentence for sentence, is_so in said.items() if is_so]
+    found = []
+    if any(c.is_random for c in casts):
+        found.append(
+            "Stochastic rounding has the same two neighbours and other random bits: runs agree on average."
+        )
+    if any(c.of and not c.is_scaled for c in casts):
+        found.append(
+            "A tensor that is reused is rounded to the compute format first, which the recipe does not do."
+        )
+    if recipe.casts["fprop.x"].element.bits == 8 and not is_current:
+        found.append(
+            "On sm_90, fprop of FP8 adds up with fast accumulation (module/base.py, _2X_ACC_FPROP), which is "
+            "less than fp32."
+        )
+    return found
 
 
 def read(text: str, path: Path, blocks: int | None) -> Reading:
@@ -341,18 +331,17 @@ def _of_factory(file: PythonFile) -> dict[str, Cast]:
     """The casts of the six places, from what a factory returns for each type of tensor."""
     casts: dict[str, Cast] = {}
     for node in ast.walk(file.functions[FACTORY]):
-        if isinstance(node, ast.If):
-            said = [
-                c.value for c in ast.walk(node.test) if isinstance(c, ast.Constant) and c.value in TENSORS
-            ]
-            match said, node.body, node.orelse:
-                case [str() as tensor], [ast.Return(value=ast.expr() as value)], []:
-                    casts |= _directions(file, file.call(value), *TENSORS[tensor])
-                case _:
-                    raise UserError(
-                        f"line {node.lineno}: a branch of {FACTORY} that is not "
-                        "'if ... tensor_type == NAME: return QUANTIZER', which no recipe holds; write it so"
-                    )
+        if not isinstance(node, ast.If):
+            continue
+        said = [c.value for c in ast.walk(node.test) if isinstance(c, ast.Constant) and c.value in TENSORS]
+        match said, node.body, node.orelse:
+            case [str() as tensor], [ast.Return(value=ast.expr() as value)], []:
+                casts |= _directions(file, file.call(value), *TENSORS[tensor])
+            case _:
+                raise UserError(
+                    f"line {node.lineno}: a branch of {FACTORY} that is not "
+                    "'if ... tensor_type == NAME: return QUANTIZER', which no recipe holds; write it so"
+                )
     return casts
 
 
@@ -366,8 +355,7 @@ def _directions(file: PythonFile, call: Call, row: str, column: str) -> dict[str
         casts = made(call, row)
         return {place: casts[place] for place in (row, column) if place in casts}
     first, second = (call.arguments.get(f"{way}_quantizer") for way in ("rowwise", "columnwise"))
-    cast = made(second, column)[column]
+    cast, of = made(second, column)[column], SEEN_BEFORE[column]
     if call.arguments["columnwise_source"] != "original":
-        of = SEEN_BEFORE[column]
         cast = replace(cast, of=of) if cast.is_scaled else values_of(of)
     return {row: made(first, row)[row], column: cast}

@@ -12,8 +12,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.exchange.reading import FLOAT8, Call, Entry, PythonFile, Reading, python_text, signatures
-from narrowgauge.exchange.refusal import OF_GEMM, TENSORS, Layers, Refusal, unlike
+from narrowgauge.exchange.python_file import Call, Entry, PythonFile, python_text, signatures
+from narrowgauge.exchange.table import FLOAT8, OF_GEMM, TENSORS, Layers, Reading, Refusal, unlike
 from narrowgauge.quantization import Cast, make_cast
 from narrowgauge.recipes.places import GEMM_PLACES, GROUPS, SEEN_BEFORE
 from narrowgauge.recipes.recipe import Recipe

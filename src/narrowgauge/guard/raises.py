@@ -21,7 +21,7 @@ from typing import Any
 
 from narrowgauge.quantization import Cast, make_cast
 from narrowgauge.recipes import GEMM_PLACES, STATE_PLACES, Recipe, Rule
-from narrowgauge.recipes.parse import casts_from
+from narrowgauge.recipes.parse import cast_in
 from narrowgauge.recipes.places import SEEN_BEFORE
 from narrowgauge.recipes.recipe_rules import have_same_numbers
 from narrowgauge.system.errors import UserError
@@ -82,7 +82,7 @@ def require_raising(recipe: Recipe, raise_to: str, gauges_every: int) -> None:
             "--gauges.every 100 (and leave training.compile off), or choose another guard.spike"
         )
     try:
-        to = casts_from("fprop.x", raise_to or recipe.compute)["fprop.x"]
+        to = cast_in("fprop.x", raise_to or recipe.compute)
     except UserError as error:
         raise UserError(f"guard.raise_to: {error}") from None
     for place, cast in recipe.casts.items():

@@ -46,6 +46,7 @@ _TURING = (7, 5)
 _MAKERS = re.compile(r"nvidia|geforce|amd|instinct|radeon|[\s_-]")
 
 BACKENDS = ("auto", "native", "emulated")
+_NO_UNITS = "a CPU has no narrow matrix units"
 #: The first compute capability with matrix units for bf16, and AMD's architectures without any.
 BF16_SINCE = (8, 0)
 WITHOUT_BF16 = ("gfx906",)
@@ -97,8 +98,8 @@ class Scheme:
 
     def needs(self, device: Device) -> str:
         """What a device lacks for this GEMM, as words; "" if nothing."""
-        if device.maker == "amd":
-            return "" if device.architecture in self.amd else " or ".join(self.amd) or "an NVIDIA GPU"
+        if device.maker == "amd" and device.architecture in self.amd:
+            return ""
         if self.since is None or device.maker != "nvidia":
             return " or ".join(self.amd) or "an NVIDIA GPU"
         has_units = device.capability == self.since if self.only else device.capability >= self.since
@@ -187,10 +188,19 @@ class Product(NamedTuple):
 
 def products_on(recipe: Recipe, device: Device) -> list[Product]:
     """Every GEMM that a recipe has in any layer at any time, and whether a device multiplies it."""
-    products = [
-        _product(gemm, a, b, device, recipe.compute) for gemm in GEMMS for a, b in _pairs(recipe, gemm)
-    ]
-    return products + (_products_of_attention(recipe, device) if recipe.narrows_attention else [])
+    found = []
+    for gemm in GEMMS:
+        found += [_product(gemm, *pair, device, recipe.compute) for pair in _pairs(recipe, *GROUPS[gemm])]
+    for product, places in ATTENTION_PRODUCTS.items() if recipe.narrows_attention else ():
+        for a, b in _pairs(recipe, *places):  # torch has no kernel for narrow ones
+            names = f"{product} of {a.name} and {b.name}"
+            obstacle = f"attention multiplies {names}, which torch does on no device"
+            if is_wide(a, recipe.compute) and is_wide(b, recipe.compute):
+                obstacle = ""
+            elif device.maker == "cpu":
+                obstacle = _NO_UNITS
+            found.append(Product(product, places, (a, b), "", obstacle))
+    return found
 
 
 def _product(gemm: str, a: Cast, b: Cast, device: Device, compute: str) -> Product:
@@ -200,7 +210,7 @@ def _product(gemm: str, a: Cast, b: Cast, device: Device, compute: str) -> Produ
     if a == b and not a.is_scaled and not a.function:
         obstacle = _lacks_units(a.name, device)
     elif device.maker == "cpu":
-        obstacle = "a CPU has no narrow matrix units"
+        obstacle = _NO_UNITS
     elif not schemes:
         names = a.name if a.name == b.name else f"{a.name} by {b.name}"
         obstacle = f"{gemm} multiplies {names}, which torch does on no device"
@@ -215,35 +225,18 @@ def _product(gemm: str, a: Cast, b: Cast, device: Device, compute: str) -> Produ
     return Product(gemm, (first, second), (a, b), found, obstacle, (x, w))
 
 
-def _products_of_attention(recipe: Recipe, device: Device) -> list[Product]:
-    """The matmuls of attention in any layer at any time; torch has no kernel for the narrow ones."""
-    wide, products = make_cast(recipe.compute), []
-    mappings = (recipe.attention, *({**recipe.attention, **r.attention} for r in recipe.rules))
-    for product, places in ATTENTION_PRODUCTS.items():
-        for a, b in dict.fromkeys((m.get(places[0]) or wide, m.get(places[1]) or wide) for m in mappings):
-            obstacle = (
-                f"attention multiplies {product} of {a.name} and {b.name}, which torch does on no device"
-            )
-            if is_wide(a, recipe.compute) and is_wide(b, recipe.compute):
-                obstacle = ""
-            elif device.maker == "cpu":
-                obstacle = "a CPU has no narrow matrix units"
-            products.append(Product(product, places, (a, b), "", obstacle))
-    return products
-
-
 def _described(device: Device) -> str:
     with_library = f" with CUDA {_dotted(device.library)}" if device.maker == "nvidia" else ""
     return f"this is {device}{with_library}"
 
 
-def _pairs(recipe: Recipe, gemm: str) -> Iterable[tuple[Cast, Cast]]:
-    """Every pair of casts that the operands of a GEMM can have in any layer at any time."""
-    first, second = GROUPS[gemm]
-    pairs = {(recipe.casts[first], recipe.casts[second]): None}
+def _pairs(recipe: Recipe, first: str, second: str) -> Iterable[tuple[Cast, Cast]]:
+    """Every pair of casts that the operands of a matmul can have in any layer at any time."""
+    wide = make_cast(recipe.compute)
+    pairs = {(recipe.places.get(first) or wide, recipe.places.get(second) or wide): None}
     for rule in recipe.rules:
         for a, b in list(pairs):
-            pairs[rule.casts.get(first, a), rule.casts.get(second, b)] = None
+            pairs[rule.places.get(first, a) or wide, rule.places.get(second, b) or wide] = None
     return pairs
 
 

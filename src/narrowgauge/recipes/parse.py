@@ -136,16 +136,11 @@ def recipe_fields(places: Mapping[str, Any], over: Mapping[str, Cast | None]) ->
             fields[place] = value if is_word else cast_in(place, value)
         elif place == "master" and value == "none":
             casts[place] = None
-        else:
-            casts |= casts_from(place, value)
+        elif place not in (*PLACES, *GROUPS):
+            raise unknown("recipe place", place, (*PLACES, *GROUPS))
+        else:  # the name of a group means all of its places
+            casts |= {one: cast_in(one, value) for one in GROUPS.get(place, (place,))}
     return fields | {"places": casts}
-
-
-def casts_from(place: str, value: Any) -> dict[str, Cast]:
-    """The casts that a recipe's text puts in a place; the name of a group means all of its places."""
-    if place not in (*PLACES, *GROUPS):
-        raise unknown("recipe place", place, (*PLACES, *GROUPS))
-    return {one: cast_in(one, value) for one in GROUPS.get(place, (place,))}
 
 
 def names_from(key: str, value: Any, examples: str) -> tuple[str, ...]:
@@ -165,16 +160,15 @@ def cast_in(place: str, value: Any) -> Cast:
         )
     if isinstance(value, Mapping) and set(value) == {"of"} and value["of"] in GEMM_PLACES:
         value = value["of"]
+    is_place = isinstance(value, str) and value in GEMM_PLACES
     try:
-        if isinstance(value, str) and value in GEMM_PLACES:
-            return require_place(place, values_of(value))
-        return require_place(place, make_cast(value))
+        return require_place(place, values_of(value) if is_place else make_cast(value))
     except UserError as error:
         why = str(error)
-        words = {"saved": SAVED, "master": ("none",)}.get(
-            place, tuple(filter(None, [SEEN_BEFORE.get(place)]))
-        )
-        if isinstance(value, str) and (near := nearest(value, (*words, *cast_names()))) in words:
+        words = {"saved": SAVED, "master": ("none",)} | {later: (of,) for later, of in SEEN_BEFORE.items()}
+        if isinstance(value, str) and (
+            near := nearest(value, (*words.get(place, ()), *cast_names()))
+        ) in words.get(place, ()):
             why = f"unknown value {value!r}; the nearest is {near!r}"
         raise UserError(f"recipe place {place!r}: {why}") from None
 

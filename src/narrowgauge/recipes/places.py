@@ -148,8 +148,8 @@ class Rule(Places):
     @property
     def is_timed(self) -> bool:
         """Whether the rule starts or ends at a step."""
-        shares = self.from_share > 0 or self.until_share > 0
-        return self.from_step > 1 or self.until_step > 0 or shares or self.follows_schedule
+        has_step = self.from_step > 1 or self.until_step > 0
+        return has_step or self.needs_length or self.follows_schedule
 
     @property
     def needs_length(self) -> bool:

@@ -49,14 +49,15 @@ ATTENTION_PRODUCTS: Mapping[str, tuple[str, str]] = {
     "ds k": ("attention.ds", "attention.k"),
     "dsᵀ q": ("attention.ds", "attention.q"),
 }
-#: Why a place lacks a key: of each kind of place, and of some keys of state.
-_WHY = {
-    Consumer.OPERAND: "a GEMM operand cannot have it",
-    Consumer.SAVED: "it belongs to GEMM operands, and a layer keeps a tensor here",
-    Consumer.ATTENTION: "attention takes every scale from the tensor at hand, as it comes",
-    Consumer.STREAM: "the stream is read as it is by every layer after",
-    Consumer.STATE: "it belongs to GEMM operands",
+#: What reads the casts of a place, by the first part of its name, and why it lacks a key; any other place is
+#: an operand of a GEMM.
+_READERS = {
+    "saved": (Consumer.SAVED, "it belongs to GEMM operands, and a layer keeps a tensor here"),
+    ATTENTION: (Consumer.ATTENTION, "attention takes every scale from the tensor at hand, as it comes"),
+    STREAM: (Consumer.STREAM, "the stream is read as it is by every layer after"),
+    **dict.fromkeys(STATE_PLACES, (Consumer.STATE, "it belongs to GEMM operands")),
 }
+_OPERAND = (Consumer.OPERAND, "a GEMM operand cannot have it")
 _NOT_IN_STATE = {
     "center": "state has no tokens",
     "hadamard": "transforms belong to GEMM operands",
@@ -89,9 +90,7 @@ def _of_place(place: str, cast: Cast) -> Iterator[str]:
                 "codes of a byte under one fp32 scale a tensor, such as e4m3, each sum rounded to the nearest"
             )
         return
-    kinds = {"saved": Consumer.SAVED, ATTENTION: Consumer.ATTENTION, STREAM: Consumer.STREAM}
-    kinds |= dict.fromkeys(STATE_PLACES, Consumer.STATE)
-    kind = kinds.get(place.partition(".")[0], Consumer.OPERAND)
+    kind, why = _READERS.get(place.partition(".")[0], _OPERAND)
     is_state = kind == Consumer.STATE
     if cast.is_for_state and kind not in (Consumer.STATE, Consumer.SAVED):
         yield (
@@ -106,8 +105,8 @@ def _of_place(place: str, cast: Cast) -> Iterator[str]:
     if cast.feedback and place != "weight":
         yield f"feedback = {cast.feedback!r}, but it belongs to weight; remove the key"
     for key in cast.unsupported(kind):
-        why = _NOT_IN_STATE.get(key, _WHY[kind]) if is_state else _WHY[kind]
-        yield f"{key} = {cast.values()[key]!r}, but {why}; leave the key out"
+        said = _NOT_IN_STATE.get(key, why) if is_state else why
+        yield f"{key} = {cast.values()[key]!r}, but {said}; leave the key out"
     if kind == Consumer.ATTENTION and cast.signs == "random":
         yield 'signs = "random", but transforms of attention have fixed signs; leave the key out'
     if is_state and cast.has_row_scales:
@@ -137,8 +136,7 @@ def require_recipe(recipe: Any) -> None:
             _of_products(of.places),
             _of_reuse(of.casts, recipe.saved),
             _of_channels(of.casts, inputs),
-            _of_kept(recipe.saved, of["fprop.x"]),
-            _of_weight(of["weight"], of.places["master"]),
+            _of_stored(recipe.saved, of["fprop.x"], of["weight"], of.places["master"]),
             *(_of_place(place, cast) for place, cast in of.places.items() if cast is not None),
         ):
             raise UserError(f"recipe {recipe.name!r}: {f'rule {number}: ' if number else ''}{problem}")
@@ -191,17 +189,15 @@ def _of_reuse(casts: Casts, saved: str | Cast) -> Iterator[str]:
             )
 
 
-def _of_kept(saved: str | Cast, x: Cast) -> Iterator[str]:
-    """A kept operand `x` of fprop whose values differ from the input's."""
+def _of_stored(saved: str | Cast, x: Cast, weight: Cast, master: Cast | None) -> Iterator[str]:
+    """A kept operand `x` of fprop whose values differ from the input's; a weight and a master that do not go
+    together.
+    """
     if saved == "operand" and (unknown := x.unsupported(Consumer.KEPT)):
         yield (
             f"saved = 'operand', but fprop.x has {', '.join(unknown)}, so its codes are "
             "not all of the tensor; save 'input', or a cast"
         )
-
-
-def _of_weight(weight: Cast, master: Cast | None) -> Iterator[str]:
-    """A weight and a master that do not go together."""
     if weight.feedback and (weight.name == "fp32" or master is not None):
         yield (
             f"feedback = {weight.feedback!r} in weight, but it is for narrow weights without a master, whose "

@@ -17,20 +17,15 @@ parse_recipe = Recipe.from_toml
 
 
 @cache
-def _notes() -> dict[str, dict[str, str]]:
-    """The files of shipped recipes, in the order of tables, each with what is known of it."""
-    return parse_toml(shipped_text("recipes", "shipped"), "list of recipes")
-
-
-@cache
-def _files() -> dict[str, str]:
-    """The file of each recipe, below `shipped/`: those of a tool are in its folder."""
-    return {file.replace("/", "-"): file for file in _notes()}
+def _files() -> dict[str, dict[str, str]]:
+    """The shipped recipes in the order of tables: their files below `shipped/`, and what is known of each."""
+    notes = parse_toml(shipped_text("recipes", "shipped"), "list of recipes")
+    return {file.replace("/", "-"): {"file": file, **of_file} for file, of_file in notes.items()}
 
 
 def differs(name: str) -> str:
     """What a shipped recipe does otherwise than its source; "" for nothing, and for any other name."""
-    return _notes().get(name, {}).get("differs", "")
+    return _files().get(name, {}).get("differs", "")
 
 
 def comment(name: str) -> str:
@@ -45,7 +40,7 @@ def recipe_names(tool: str = "") -> list[str]:
     Args:
         tool: "" for those that train, or "modelopt" or "nemo-rl" for those read from that tool's files.
     """
-    folders = [file.rpartition("/")[0] for file in _files().values()]
+    folders = [of_file["file"].rpartition("/")[0] for of_file in _files().values()]
     if tool not in folders:
         raise unknown("tool", tool, filter(None, dict.fromkeys(folders)))
     return [name for name, folder in zip(_files(), folders, strict=True) if folder == tool]
@@ -58,7 +53,7 @@ def is_shipped(one: Recipe) -> bool:
 
 @cache
 def _shipped(name: str) -> Recipe:
-    return parse_recipe(shipped_text("recipes/shipped", _files()[name]), f"{name}.toml")
+    return parse_recipe(shipped_text("recipes/shipped", _files()[name]["file"]), f"{name}.toml")
 
 
 def recipe_list(given: RecipeLike | Sequence[RecipeLike]) -> list[RecipeLike]:

@@ -192,21 +192,18 @@ def found_patterns(patterns: Iterable[str], names: Sequence[str]) -> list[str]:
     return [p for p in patterns if any(matches(name, p) for name in names)]
 
 
-# For the tensor in each place of a linear layer: the dimension that remains in the GEMM's result, and the one
-# that it contracts. M tokens, N outputs, K inputs.
-DIMENSIONS = {
-    "fprop.x": "MK",
-    "saved": "MK",
-    "fprop.w": "NK",
-    "dgrad.dy": "MN",
-    "dgrad.w": "KN",
-    "wgrad.dy": "NM",
-    "wgrad.x": "KM",
-    **dict.fromkeys(STATE_PLACES, "NK"),
-}
-#: The (remaining, contracted) dimensions of places of attention, in each of their matmuls, and of the stream:
-#: T tokens of a sequence, queries or keys; H head_dim; D the width of the stream.
-_DIMENSIONS = {
+#: For the tensor in each place, in each of its matmuls: the dimension that remains in the GEMM's result, and
+#: the one that it contracts. M tokens, N outputs, K inputs of a linear layer; T tokens of a sequence, queries
+#: or keys; H head_dim; D the width of the stream.
+DIMENSIONS: Mapping[str, tuple[str, ...]] = {
+    "fprop.x": ("MK",),
+    "saved": ("MK",),
+    "fprop.w": ("NK",),
+    "dgrad.dy": ("MN",),
+    "dgrad.w": ("KN",),
+    "wgrad.dy": ("NM",),
+    "wgrad.x": ("KM",),
+    **dict.fromkeys(STATE_PLACES, ("NK",)),
     **dict.fromkeys(("attention.q", "attention.k"), ("TH", "HT")),
     **dict.fromkeys(("attention.v", "attention.do"), ("HT", "TH")),
     **dict.fromkeys(("attention.p", "attention.ds"), ("TT",)),
@@ -268,11 +265,10 @@ def cut_blocks(plan: ModelPlan, tokens: int = 0) -> list[str]:
         outputs, inputs = outline.shapes[layer]
         extents = {"M": 0 if ".experts." in layer else tokens, "N": outputs, "K": inputs}
         for place, cast in (*operands_of(plan.parts[layer]), *state_of(plan.parts[layer])):
-            for what, dimension, size in spans(DIMENSIONS[place], cast):
-                if extents[dimension] % size:
-                    places, extent_of = found.setdefault((what, dimension, size), ({}, {}))
-                    places[place] = None
-                    extent_of[layer] = extents[dimension]
+            for cut in _cut(place, cast, extents):
+                places, extent_of = found.setdefault(cut, ({}, {}))
+                places[place] = None
+                extent_of[layer] = extents[cut[1]]
     return [_sentence(*key, *of, len(outline.layers)) for key, of in found.items()]
 
 
@@ -288,18 +284,15 @@ def _sentence(
     )
 
 
-def spans(dimensions: str, cast: Cast) -> Iterator[tuple[str, str, int]]:
-    """(what, dimension, size) of everything a cast lays along a dimension in pieces of a fixed size.
+def _cut(place: str, cast: Cast, extents: Mapping[str, int]) -> Iterator[tuple[str, str, int]]:
+    """(what, dimension, size) of all that a cast lays along a dimension in pieces that do not divide it.
 
-    `dimensions` are a tensor's (remaining, contracted) ones, as in `DIMENSIONS`.
+    `extents` are the sizes of dimensions; one that is not among them is not checked.
     """
-    if not cast.is_scaled:
-        return
-    for dimension, size in zip(dimensions, cast.block or (0, 0), strict=True):
-        if size > 1:
-            yield "block", dimension, size
-    if cast.hadamard:
-        yield "transform", dimensions[1], cast.hadamard
+    for dimensions in DIMENSIONS[place] if cast.is_scaled else ():
+        pieces = [("block", *of) for of in zip(dimensions, cast.block or (1, 1), strict=True)]
+        pieces.append(("transform", dimensions[1], cast.hadamard))
+        yield from (piece for piece in pieces if piece[2] and extents.get(piece[1], 0) % piece[2])
 
 
 def require_attention_shapes(
@@ -318,15 +311,13 @@ def require_attention_shapes(
             f"model.attention_dropout = {attention_dropout} under {where}, which narrows attention, and "
             "probabilities with dropout have no place in a recipe; set model.attention_dropout = 0"
         )
-    sizes = {"H": ("model.head_dim", head_dim), "T": ("data.sequence_length", sequence_length)}
-    sizes["D"] = ("model.dim", dim)
-    mappings = ({**recipe.places, **of.places} for of in (recipe, *recipe.rules))
-    casts = [(place, casts[place]) for casts in mappings for place in _DIMENSIONS if place in casts]
-    uses = [(place, c, d) for place, c in casts if c is not None for d in _DIMENSIONS[place]]
-    for place, cast, dimensions in uses:
-        for what, dimension, block in spans(dimensions, cast):
-            name, size = sizes.get(dimension, ("", 0))
-            if size % block:
+    extents = {"H": head_dim, "T": sequence_length, "D": dim}
+    names = {"H": "model.head_dim", "T": "data.sequence_length", "D": "model.dim"}
+    for of in (recipe, *recipe.rules):
+        casts = {place: cast for place in DIMENSIONS if (cast := of.places.get(place)) is not None}
+        for place, cast in casts.items():
+            for what, dimension, block in _cut(place, cast, extents):
+                name, size = names[dimension], extents[dimension]
                 raise UserError(
                     f"{where}: {place} = {cast.name!r} has {what}s of {block}, and {name} = {size} is not a "
                     f"multiple of {block}; take {what}s that divide it, or another {name}"

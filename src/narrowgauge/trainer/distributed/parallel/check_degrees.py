@@ -132,7 +132,7 @@ def _casts(
     for name, block, dimensions in _layers(model, sequence_length, sequences, dims):
         of_layer = recipe.for_layer([(name, block)], model.layers)
         for place, cast in operands_of(of_layer):
-            yield cast, [dimensions[d] for d in DIMENSIONS[place]], f"{place} of {name}"
+            yield cast, [dimensions[d] for d in DIMENSIONS[place][0]], f"{place} of {name}"
         weight = moments[name] = [dimensions["N"].under_fsdp(dims, ".experts." in name), dimensions["K"]]
         is_shared = block is None and model.tied_head  # a tied head has the wide state of the embedding
         for place in () if is_shared else WEIGHT_STATE:
