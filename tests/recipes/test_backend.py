@@ -106,6 +106,11 @@ def test_a_backend_is_chosen_and_says_why(name, device, backend, reason):
     )
 
 
+def test_rules_of_attention_add_up():
+    ours = parse_recipe('[[rule]]\nattention.q = "e4m3"\n[[rule]]\nattention.k = "e5m2"', "mine")
+    assert ("e4m3", "e5m2") in [tuple(c.name for c in p.operands) for p in products_on(ours, CPU)]
+
+
 @pytest.mark.parametrize("name", ["p100", "v100", "t4", "rtx2080ti", "mi50"])
 def test_bf16_is_emulated_where_no_matrix_unit_has_it(name):
     device = named_device(name)

@@ -6,7 +6,7 @@ GEMM sees are listed here, any other must be at its default.
 
 A tool is a module around one table of its names, which both directions use:
 
-    VERSION       the version that the table describes
+    VERSION   the version that the table describes
     PATTERN   how patterns of modules begin that alone may be narrow; without it, none may
     choices   the casts that it has in a place: any other is refused by the keys in which it differs
     others    refusals beyond these: casts that do not go together, layers that cannot be selected

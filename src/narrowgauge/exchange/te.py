@@ -185,9 +185,9 @@ def quantizers(compute: str) -> list[Entry]:
     add("weight", f"{mx}E4M3, with_2d_quantization=True)", square)
     nvfp4, row, dy = "NVFP4Quantizer(DType.kFloat4E2M1", {"cast": "nvfp4"}, "grad_output"
     random, is_square = ", stochastic_rounding=True)", ", with_2d_quantization=True)"
-    rounded, square = row | {"rounding": "stochastic"}, {"cast": "nvfp4-2d"}
+    rounded, row_2d = row | {"rounding": "stochastic"}, {"cast": "nvfp4-2d"}
     add("", f"{nvfp4})", row)
-    add("weight", f"{nvfp4}{is_square}", square)
+    add("weight", f"{nvfp4}{is_square}", row_2d)
     add(dy, f"{nvfp4}{random}", rounded)
     for signs, is_random in (({}, True), ({"signs": [1] * 16}, False)):
         transform = {"hadamard": 16, **signs}
@@ -199,7 +199,7 @@ def quantizers(compute: str) -> list[Entry]:
         keys = {"candidates": [6, 4], "choose": choose} | ({"scale_target": 448} if target == 448 else {})
         best = f'nvfp4_e4m3_max={target}, nvfp4_4over6_err_mode="{choose.upper()}"'
         add("", f"{nvfp4}, nvfp4_use_4over6=True, {best})", row | keys)
-        add("weight", f"{nvfp4}, nvfp4_use_4over6=True, {best}{is_square}", square | keys)
+        add("weight", f"{nvfp4}, nvfp4_use_4over6=True, {best}{is_square}", row_2d | keys)
     of_rows = {"fprop.x": make_cast({"cast": "nvfp4", "tensor_scale": "row"})}
     return [*found, Entry(f"{nvfp4}, columnwise=False, row_scaled_nvfp4=True)", of_rows)]
 

@@ -12,7 +12,7 @@ layers, or from some time on: both layers that are kept wide and a run that fini
 rules. Later rules win.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,9 @@ from narrowgauge.formats import Format, format_facts, own_formats
 from narrowgauge.quantization import Cast
 from narrowgauge.recipes.parse import fields_of, names_from, recipe_fields
 from narrowgauge.recipes.places import (
+    ATTENTION_PLACES,
     FP32,
+    GEMM_PLACES,
     GEMMS,
     GRADIENT_PLACES,
     IN_FP32,
@@ -112,14 +114,17 @@ class Recipe(Places):
     @property
     def is_narrow(self) -> bool:
         """Whether any operand of a GEMM or of attention is narrower than `compute`."""
-        casts = [*self.casts.values(), *(c for rule in self.rules for c in rule.casts.values())]
-        return any(c.name != self.compute for c in casts) or self.narrows_attention
+        return any(c.name != self.compute for _, c in self.ever_in(GEMM_PLACES)) or self.narrows_attention
 
     @property
     def narrows_attention(self) -> bool:
         """Whether any place of attention is not in `compute`, in any layer at any time."""
-        mappings = (self.attention, *(rule.attention for rule in self.rules))
-        return any(not is_wide(cast, self.compute) for casts in mappings for cast in casts.values())
+        return any(not is_wide(cast, self.compute) for _, cast in self.ever_in(ATTENTION_PLACES))
+
+    def ever_in(self, places: Iterable[str]) -> Iterator[tuple[str, Cast]]:
+        """Some places, with every cast that they have in any layer at any time."""
+        for of in (self, *self.rules):
+            yield from ((place, cast) for place in places if (cast := of.places.get(place)) is not None)
 
     def for_layer(self, names: Sequence[tuple[str, int | None]], blocks: int) -> "Recipe":
         """The recipe of one layer: rules that select it are merged in, those that wait for a step remain.

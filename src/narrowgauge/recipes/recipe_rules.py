@@ -129,7 +129,7 @@ def require_recipe(recipe: Any) -> None:
     Raises:
         UserError: They do not.
     """
-    inputs = [c["fprop.x"] for c in (recipe.casts, *(r.casts for r in recipe.rules)) if "fprop.x" in c]
+    inputs = [cast for _, cast in recipe.ever_in([CHOOSES])]
     for number, rule in enumerate((None, *recipe.rules)):
         of = Places(places={**recipe.places, **(rule.places if rule else {})})
         for problem in chain(

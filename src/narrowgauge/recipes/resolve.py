@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 
 from narrowgauge.quantization import Cast
-from narrowgauge.recipes.places import STATE_PLACES, STREAM, Rule, matches
+from narrowgauge.recipes.places import GEMM_PLACES, STATE_PLACES, STREAM, Rule, matches
 from narrowgauge.recipes.recipe import ROUTER, Recipe
 from narrowgauge.system.errors import UserError
 
@@ -129,16 +129,9 @@ def resolve(recipe: Recipe, outline: Outline) -> ModelPlan:
 
 def operands_of(layer: Recipe) -> Iterator[tuple[str, Cast]]:
     """The places of a layer's operands, including `saved`, with every cast that they have at any time."""
-    for casts in (layer.casts, *(rule.casts for rule in layer.rules)):
-        yield from casts.items()
+    yield from layer.ever_in(GEMM_PLACES)
     if isinstance(layer.saved, Cast):
         yield "saved", layer.saved
-
-
-def state_of(layer: Recipe) -> Iterator[tuple[str, Cast]]:
-    """The places of a layer's state, with every cast that they have at any time."""
-    for state in (layer.state, *(rule.state for rule in layer.rules)):
-        yield from ((place, cast) for place in STATE_PLACES if (cast := state.get(place)) is not None)
 
 
 def casts_at(layer: Recipe, step: int, steps: int | None, decay: int | None) -> dict[str, Cast]:
@@ -264,7 +257,8 @@ def cut_blocks(plan: ModelPlan, tokens: int = 0) -> list[str]:
     for layer in outline.layers:
         outputs, inputs = outline.shapes[layer]
         extents = {"M": 0 if ".experts." in layer else tokens, "N": outputs, "K": inputs}
-        for place, cast in (*operands_of(plan.parts[layer]), *state_of(plan.parts[layer])):
+        part = plan.parts[layer]
+        for place, cast in (*operands_of(part), *part.ever_in(STATE_PLACES)):
             for cut in _cut(place, cast, extents):
                 places, extent_of = found.setdefault(cut, ({}, {}))
                 places[place] = None
@@ -313,12 +307,10 @@ def require_attention_shapes(
         )
     extents = {"H": head_dim, "T": sequence_length, "D": dim}
     names = {"H": "model.head_dim", "T": "data.sequence_length", "D": "model.dim"}
-    for of in (recipe, *recipe.rules):
-        casts = {place: cast for place in DIMENSIONS if (cast := of.places.get(place)) is not None}
-        for place, cast in casts.items():
-            for what, dimension, block in _cut(place, cast, extents):
-                name, size = names[dimension], extents[dimension]
-                raise UserError(
-                    f"{where}: {place} = {cast.name!r} has {what}s of {block}, and {name} = {size} is not a "
-                    f"multiple of {block}; take {what}s that divide it, or another {name}"
-                )
+    for place, cast in recipe.ever_in(DIMENSIONS):
+        for what, dimension, block in _cut(place, cast, extents):
+            name, size = names[dimension], extents[dimension]
+            raise UserError(
+                f"{where}: {place} = {cast.name!r} has {what}s of {block}, and {name} = {size} is not a "
+                f"multiple of {block}; take {what}s that divide it, or another {name}"
+            )
