@@ -42,7 +42,7 @@ def work(seconds: float) -> None:
     import narrowgauge as ng
     from narrowgauge.nn import DTYPES, set_step
     from narrowgauge.trainer.models import Transformer, initialize, model_config
-    from narrowgauge.trainer.runs.monitor.arithmetic import threads_of
+    from narrowgauge.trainer.runs.monitor.machine import threads_of
 
     figures = {}
     if os.environ.get("BUSY_SETTING") == "ours":

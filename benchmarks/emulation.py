@@ -22,8 +22,12 @@ import torch
 import narrowgauge as ng
 from narrowgauge.nn import DTYPES, set_step
 from narrowgauge.trainer.models import Transformer, initialize, model_config
-from narrowgauge.trainer.runs.monitor.arithmetic import Arithmetic
-from narrowgauge.trainer.runs.monitor.hardware import memory_kept
+from narrowgauge.trainer.runs.monitor.machine import (
+    compute_by,
+    measured_attention,
+    measured_products,
+    memory_kept,
+)
 
 
 def seconds(action: Callable[[], object]) -> float:
@@ -121,9 +125,10 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     results = {"torch": torch.__version__, "device": device, "threads": torch.get_num_threads()}
     if device == "cpu":
-        arithmetic = Arithmetic.of([], model_config(options.model).head_dim, options.length)
-        arithmetic.choose()
-        results |= arithmetic.facts
+        attention = measured_attention(model_config(options.model).head_dim, options.length)
+        arithmetic = {"products": measured_products(), "attention": attention}
+        compute_by(arithmetic)
+        results |= arithmetic
     with memory_kept(torch.device(device)):
         figures = results | {
             "step": benchmark_steps(options, device),

@@ -17,7 +17,7 @@ import torch
 
 from narrowgauge.nn import Gauges
 from narrowgauge.trainer.data import open_data
-from narrowgauge.trainer.runs.monitor.hardware import choose_device, synchronize
+from narrowgauge.trainer.runs.monitor.machine import choose_device, synchronize
 from narrowgauge.trainer.runs.run_directory import RunDirectory
 from narrowgauge.trainer.training.config.config import make_config
 from narrowgauge.trainer.training.config.schema import GAUGES_EVERY

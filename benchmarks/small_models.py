@@ -58,9 +58,10 @@ def contestants(options: argparse.Namespace) -> dict[str, Callable[[], object]]:
 
 def _measured(config) -> str:
     """The attention that `train` chooses."""
-    from narrowgauge.trainer.runs.monitor.arithmetic import AttentionShape, measured_attention
+    from narrowgauge.trainer.runs.monitor.machine import measured_attention
 
-    return measured_attention(AttentionShape.of(config))
+    spec = config.spec
+    return measured_attention(spec.model.head_dim, config.data.sequence_length, spec.recipe.compute)
 
 
 def _with_attention(way: str, step: Callable[[], object]) -> None:
@@ -75,7 +76,7 @@ def work(options: argparse.Namespace) -> None:
     import torch
 
     from narrowgauge.kernels.dispatch import choose_products
-    from narrowgauge.trainer.runs.monitor.hardware import memory_kept
+    from narrowgauge.trainer.runs.monitor.machine import memory_kept
 
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     choose_products(options.products)
@@ -164,7 +165,7 @@ def main() -> None:
     import torch
 
     from narrowgauge.trainer.bench.bench import take_turns
-    from narrowgauge.trainer.runs.monitor.arithmetic import measured_products
+    from narrowgauge.trainer.runs.monitor.machine import measured_products
 
     options.products = measured_products()
     facts = {"torch": torch.__version__, "threads": torch.get_num_threads(), "products": options.products}

@@ -7,7 +7,7 @@ import warnings
 import pytest
 
 from narrowgauge.trainer.cli.main import main
-from narrowgauge.trainer.runs.monitor.arithmetic import NO_CHOICE
+from narrowgauge.trainer.runs.monitor.machine import compute_by
 from support.processes import Ended
 
 
@@ -26,7 +26,7 @@ def command(capsys, monkeypatch):
             except SystemExit as ended:  # of --help
                 code = ended.code or 0
             finally:
-                NO_CHOICE.choose()  # the arithmetic of a run holds for its process
+                compute_by({})  # the arithmetic of a run holds for its process
         return Ended(code, *capsys.readouterr())
 
     return run
@@ -56,6 +56,6 @@ def finished(line, tmp_path_factory):
     out, said = tmp_path_factory.mktemp("finished") / "run", io.StringIO()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said):
         assert main([*line(), "--out", str(out)]) == 0
-    NO_CHOICE.choose()
+    compute_by({})
     assert said.getvalue() == ""
     return out

@@ -12,7 +12,7 @@ from distributed.ranks import on_ranks
 from narrowgauge.distributed import Mesh, ParallelDims
 from narrowgauge.nn import set_step
 from narrowgauge.trainer.checkpoint import load
-from narrowgauge.trainer.distributed.parallel.expert_parallel import divide_experts
+from narrowgauge.trainer.distributed.parallel.layers import divide_experts
 from narrowgauge.trainer.models import Transformer, initialize, model_config
 
 CPU = torch.device("cpu")

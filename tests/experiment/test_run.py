@@ -6,7 +6,7 @@ from narrowgauge.trainer.experiment.design import make_experiment
 from narrowgauge.trainer.experiment.grid import recipe_variants
 from narrowgauge.trainer.experiment.run import shortened, with_equal_threads
 from narrowgauge.trainer.models import flops_per_token
-from narrowgauge.trainer.runs.monitor import arithmetic
+from narrowgauge.trainer.runs.monitor import machine
 from narrowgauge.trainer.runs.run_directory import RunDirectory
 from narrowgauge.trainer.training import make_config
 
@@ -40,8 +40,8 @@ def test_a_step_of_a_large_model_is_cut_to_a_few_whole_micro_batches():
 def _cores(monkeypatch):
     """Eight cores, of which another program uses three."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(arithmetic, "threads_of_torch", lambda: 8)
-    monkeypatch.setattr(arithmetic, "cores_of_others", lambda: 3.0)
+    monkeypatch.setattr(machine, "threads_of_torch", lambda: 8)
+    monkeypatch.setattr(machine, "cores_of_others", lambda: 3.0)
 
 
 def comparison(**training):

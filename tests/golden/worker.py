@@ -26,7 +26,7 @@ from golden.arithmetic import fingerprint
 from golden.exact import in_float64
 from narrowgauge.__main__ import main as command_line
 from narrowgauge.trainer.runs.loop import resolve
-from narrowgauge.trainer.runs.monitor import yardstick
+from narrowgauge.trainer.runs.monitor import machine
 
 TO_THE_END = contextlib.ExitStack()
 
@@ -65,5 +65,5 @@ def make(products: str, calls: Sequence[Mapping[str, Any]]) -> list[Any]:
     return [call(what) for what in calls]
 
 
-patch.object(yardstick, "yardstick", lambda *_: yardstick.Yardstick(1e12, "not measured")).start()
+patch.object(machine, "yardstick", lambda *_: machine.Yardstick(1e12, "not measured")).start()
 patch.object(resolve, "require_memory", lambda *_: None).start()

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 import torch
 
 from narrowgauge.trainer.bench.worker import random_batches
-from narrowgauge.trainer.runs.monitor.hardware import use_device
+from narrowgauge.trainer.runs.monitor.machine import use_device
 from narrowgauge.trainer.training import make_config
 from narrowgauge.trainer.training.step.trainer import Trainer
 

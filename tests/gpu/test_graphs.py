@@ -9,7 +9,7 @@ import pytest
 
 from gpu.compare import same
 from gpu.steps import SIZES, config_of, strictly, weights_and_losses
-from narrowgauge.trainer.training.step.graph_choice import note_verified
+from narrowgauge.trainer.training.step.build_model import note_verified
 
 ADVICE = "leave training.graph out: runs here then record no graphs"
 #: Two layers at the width of Qwen2.5-1.5B, as many tokens as its matrices need to be filled.

@@ -8,7 +8,7 @@ import torch
 import narrowgauge
 from narrowgauge.recipes import device_facts
 from narrowgauge.system.operating_system import triton_version
-from narrowgauge.trainer.runs.monitor.hardware import device_name, total_memory
+from narrowgauge.trainer.runs.monitor.machine import device_name, total_memory
 
 ADVICE = "narrowgauge doctor names what is missing"
 NVIDIA = "driver_version,memory.total,clocks.max.sm,clocks.sm,clocks.max.mem,power.limit,temperature.gpu"

@@ -11,7 +11,7 @@ from narrowgauge.trainer.cli.line import config_values, read_line
 from narrowgauge.trainer.models import count_parameters
 from narrowgauge.trainer.models.published import published
 from narrowgauge.trainer.training import load_values, make_config
-from narrowgauge.trainer.training.config.named import config_names, published_config, with_published
+from narrowgauge.trainer.training.config.config import config_names, published_config, with_published
 
 # tokens in all and parameters, both in billions, as MS-AMP's scripts are known for
 PUBLISHED = {"gpt3-345m": (32.8, 0.355), "gpt3-6.7b": (100, 6.66), "gpt3-13b": (300, 12.85)}

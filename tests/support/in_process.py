@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 from narrowgauge.trainer.runs import run
-from narrowgauge.trainer.runs.monitor.arithmetic import NO_CHOICE
+from narrowgauge.trainer.runs.monitor.machine import compute_by
 from narrowgauge.trainer.training.step.trainer import Trainer
 
 
@@ -20,7 +20,7 @@ def run_here(values: Mapping[str, Any], path: Path, said: io.StringIO | None = N
     try:
         return run(values, path, Console(file=said or io.StringIO(), width=500), **options)
     finally:
-        NO_CHOICE.choose()  # the arithmetic of a run holds for its process
+        compute_by({})  # the arithmetic of a run holds for its process
 
 
 def bits(trainer: Trainer) -> dict[str, bytes]:

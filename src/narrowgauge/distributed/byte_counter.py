@@ -58,8 +58,9 @@ class CommCounter(TorchDispatchMode):
         """Count one collective, an operation of c10d with its arguments."""
         name = func.name().partition("::")[2]
         group = group_of_collective(args)
-        reads_second = "_base_" in name or name.startswith("allgather_")
-        tensors, ranks = _inputs(args, reads_second), group.size()
+        # what it reads is the second of (output, input), or the list that it updates in place
+        read = args[1] if "_base_" in name or name.startswith("allgather_") else args[0]
+        tensors, ranks = [read] if isinstance(read, torch.Tensor) else read, group.size()
         size = sum(t.numel() * t.element_size() for t in tensors)
         default = "other"
         if name.startswith(("_allgather_base_", "allgather_")):
@@ -76,9 +77,3 @@ class CommCounter(TorchDispatchMode):
         self.sent[tag] += size
         self.calls[tag] += 1
         self.by_ranks[tag, tuple(dist.get_process_group_ranks(group))] += size
-
-
-def _inputs(args: Sequence[Any], reads_second: bool) -> list[torch.Tensor]:
-    """The tensors that a collective reads: the second of (output, input), or the list it updates in place."""
-    tensors = args[1] if reads_second else args[0]
-    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)

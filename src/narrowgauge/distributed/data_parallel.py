@@ -115,7 +115,9 @@ def fully_shard(module: torch.nn.Module, **options: Any) -> torch.nn.Module:
     with quantized_fsdp(module, only_narrow=True):
         torch_fully_shard(module, **options)
     note_shards(module, {})
-    _use_process(module, _rank_in_mesh(options.get("mesh")))
+    mesh: DeviceMesh | None = options.get("mesh")  # ranks in it are in row-major order
+    rank = rank_in(torch.distributed.group.WORLD)
+    _use_process(module, rank if mesh is None else mesh.mesh.flatten().tolist().index(mesh.get_rank()))
     if any(layer.recipe.state["grad"] != FP32 for _, layer in _layers(module)):
         quantize_fsdp_reduce(module)
     return module
@@ -205,14 +207,6 @@ def _use_process(module: torch.nn.Module, process: int) -> None:
     for layer in module.modules():
         if isinstance(layer, Stepped):
             layer.use_process(process)
-
-
-def _rank_in_mesh(mesh: DeviceMesh | None) -> int:
-    """The rank of this process in a mesh, in row-major order; without a mesh, its global rank."""
-    if mesh is None:
-        return rank_in(torch.distributed.group.WORLD)
-    ranks: list[int] = mesh.mesh.flatten().tolist()
-    return ranks.index(mesh.get_rank())
 
 
 def _require_prepared(module: torch.nn.Module, ddp: DistributedDataParallel) -> None:

@@ -40,7 +40,7 @@ tree is not. The sum of two 8-bit codes is a function of 2^16 pairs, and is ther
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -170,9 +170,11 @@ def all_reduce(tensors: Tensors, wires: Sequence[WireFormat], group: Group) -> l
     flat = [tensors[i].reshape(-1) for i in narrow]
     columns = [pad(x, (0, -len(x) % group.size())).view(group.size(), -1) for x in flat]
     parts = sum_quantized(columns, [wires[i] for i in narrow], group)
-    gathered = _all_gather_each([part.numbers for part in parts], group)
+    if not narrow:
+        return sums
+    gathered = _in_bytes([part.numbers for part in parts], partial(all_gather_rows, group=group))
     for i, part, numbers in zip(narrow, parts, gathered, strict=True):
-        sums[i] = part._replace(numbers=numbers[: tensors[i].numel()].view(tensors[i].shape))
+        sums[i] = part._replace(numbers=numbers.flatten()[: tensors[i].numel()].view(tensors[i].shape))
     return sums
 
 
@@ -234,23 +236,19 @@ def sum_quantized(columns_RW: Tensors, wires: Sequence[WireFormat], group: Group
     if not wires:
         return []
     scales = shared_scales(columns_RW, wires, group)
-    encodes = [None if scale is None else scale[0] for scale in scales]
-    terms = list(zip(columns_RW, wires, encodes, strict=True))
+    terms = [(x, wire, encode) for x, wire, (encode, _) in zip(columns_RW, wires, scales, strict=True)]
     members: dict[Format, list[int]] = {}
     for i, wire in enumerate(wires):
         members.setdefault(wire.cast.element, []).append(i)
-    numbers = [to_wire(*term) for term in terms]
-    sent = [torch.cat([numbers[i] for i in which], 1) for which in members.values()]
-    received = _all_to_all(sent, group)
+    sent = [torch.cat([to_wire(*terms[i]) for i in which], 1) for which in members.values()]
     learns = any(wire.prescale is not None for wire in wires)
     totals: dict[int, QuantizedSum] = {}
     within = [torch.zeros((), dtype=torch.int64, device=sent[0].device)] * len(wires)
-    for (element, which), chunks in zip(members.items(), received, strict=True):
+    for (element, which), chunks in zip(members.items(), _all_to_all(sent, group), strict=True):
         total, overflow = ring_sum(chunks, group.rank(), element, learns)
         lengths = [columns_RW[i].shape[1] for i in which]
         for i, row in zip(which, total.split(lengths), strict=True):
-            scale = scales[i]
-            totals[i] = QuantizedSum(row, None if scale is None else scale[1], element)
+            totals[i] = QuantizedSum(row, scales[i][1], element)
         if overflow is not None:
             for i, row in zip(which, overflow.split(lengths), strict=True):
                 within[i] = row.sum(dtype=torch.int64)
@@ -268,7 +266,7 @@ def _wide_and_narrow(wires: Sequence[WireFormat]) -> tuple[list[int], list[int]]
 
 def shared_scales(
     tensors: Tensors, wires: Sequence[WireFormat], group: Group
-) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
+) -> list[tuple[torch.Tensor | None, torch.Tensor | None]]:
     """The scales of float32 tensors that are added over ranks.
 
     Returns:
@@ -276,7 +274,7 @@ def shared_scales(
         Decode is NaN if the tensor is not finite on some rank.
     """
     scaled = [i for i, wire in enumerate(wires) if wire.cast.is_scaled]
-    scales: list[tuple[torch.Tensor, torch.Tensor] | None] = [None] * len(wires)
+    scales: list[tuple[torch.Tensor | None, torch.Tensor | None]] = [(None, None)] * len(wires)
     if not scaled:
         return scales
     amaxes = all_reduce_max(amaxes_of([tensors[i] for i in scaled]), [group])
@@ -386,30 +384,24 @@ def _tables(name: str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor
 
 def _all_to_all(tensors: Tensors, group: Group) -> list[torch.Tensor]:
     """Row r of each tensor (ranks, n) to rank r, in one collective: this rank's rows of all ranks."""
-    rows = [x.view(torch.uint8) for x in tensors]
-    sent = torch.cat(rows, 1) if len(rows) > 1 else rows[0]
-    received = torch.empty_like(sent)
-    with comm_tag("reduce"):
+
+    def exchange(sent: torch.Tensor) -> torch.Tensor:
+        received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=group)
-    return _split_as(received, rows, tensors)
+        return received
+
+    return _in_bytes(tensors, exchange)
 
 
-def _all_gather_each(chunks: Tensors, group: Group) -> list[torch.Tensor]:
-    """The chunks (n,) of all ranks, concatenated for each tensor, in one collective."""
-    if not chunks:
-        return []
-    rows = [chunk.contiguous().view(torch.uint8) for chunk in chunks]
+def _in_bytes(tensors: Tensors, collective: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
+    """One collective on the bytes of all tensors along their last dimension, to (ranks, n) of each dtype."""
+    rows = [x.contiguous().view(torch.uint8) for x in tensors]
     with comm_tag("reduce"):
-        gathered = all_gather_rows(torch.cat(rows), group)
-    return [column.flatten() for column in _split_as(gathered, rows, chunks)]
-
-
-def _split_as(gathered: torch.Tensor, rows: Tensors, like: Tensors) -> list[torch.Tensor]:
-    """Bytes of (ranks, n) split as `rows` and viewed as the dtypes of `like`, in aligned memory."""
-    columns = gathered.split([row.shape[-1] for row in rows], 1)
-    return [
-        column
-        if x.dtype == torch.uint8
-        else column.clone(memory_format=torch.contiguous_format).view(x.dtype)
-        for column, x in zip(columns, like, strict=True)
-    ]
+        received = collective(torch.cat(rows, -1) if len(rows) > 1 else rows[0])
+    found = []
+    for x, column in zip(tensors, received.split([row.shape[-1] for row in rows], 1), strict=True):
+        is_bytes = x.dtype == torch.uint8  # all others need aligned memory
+        found.append(
+            column if is_bytes else column.clone(memory_format=torch.contiguous_format).view(x.dtype)
+        )
+    return found

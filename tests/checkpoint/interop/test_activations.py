@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 from checkpoint.interop.models import export, model_under
 from narrowgauge.quantization import quantize
 from narrowgauge.trainer.checkpoint.interop.activations import (
-    InputScale,
     differences,
     needs_scale,
     recorded_scale,
@@ -69,7 +68,7 @@ def test_delayed_scales_are_those_of_training(tmp_path):
 
 def test_modelopt_multiplies_by_the_scale(tmp_path):
     model = in_training("nvfp4")
-    scales = dict.fromkeys(narrow_layers(model), InputScale(0.25, 4.0))
+    scales = dict.fromkeys(narrow_layers(model), 4.0)
     assert len(export("modelopt", tmp_path, model, torch.bfloat16, scales)) == 1
     scale = load_file(tmp_path / "model.safetensors")[f"{THEIRS}.input_scale"]
     assert (scale, scale.shape) == (0.25, ())

@@ -20,12 +20,14 @@ from narrowgauge.trainer.checkpoint.interop.gguf_file import (
     block_of,
     code_rows,
     read_gguf,
+    settings_of,
+    tokenizer_keys,
+    tokenizer_of,
     type_of,
     values_of,
     write_gguf,
 )
 from narrowgauge.trainer.checkpoint.interop.gguf_model import expected_values, gguf_map, read_gguf_model
-from narrowgauge.trainer.checkpoint.interop.gguf_tokenizer import settings_of, tokenizer_keys, tokenizer_of
 from narrowgauge.trainer.checkpoint.interop.read_back import require_read_back
 from narrowgauge.trainer.data import bytes_tokenizer, ids_tokenizer, load_tokenizer, train_bpe
 from narrowgauge.trainer.data.tokenization.formats import PATTERNS

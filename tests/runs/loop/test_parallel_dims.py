@@ -7,8 +7,7 @@ from narrowgauge.system.errors import UserError
 from narrowgauge.trainer.data import validation_batches
 from narrowgauge.trainer.runs.loop.resolve import lay_out, parallel_dims_of
 from narrowgauge.trainer.runs.run_directory import RunDirectory
-from narrowgauge.trainer.training.config.config import load_values, make_config
-from narrowgauge.trainer.training.config.micro_batch import held_out_sequences
+from narrowgauge.trainer.training.config.config import held_out_sequences, load_values, make_config
 from support.fault_table import case
 
 DENSE = {"dim": 256, "heads": 4, "kv_heads": 4, "ffn_dim": 256}

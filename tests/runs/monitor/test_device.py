@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from narrowgauge.system.errors import UserError
-from narrowgauge.trainer.runs.monitor import hardware
-from narrowgauge.trainer.runs.monitor.memory_check import require_memory
+from narrowgauge.trainer.runs.loop.resolve import require_memory
+from narrowgauge.trainer.runs.monitor import machine
 from narrowgauge.trainer.simulate import cheaper
 from narrowgauge.trainer.simulate.memory_estimate import estimate_memory
 from narrowgauge.trainer.simulate.room import FRAGMENTATION
@@ -43,15 +43,15 @@ def test_a_model_larger_than_the_machine_is_refused(tiny, monkeypatch):
         estimate_memory(config).state - 1: "it fits with --recipe msamp-o2",
     }
     for there, way_out in ways.items():
-        monkeypatch.setattr(hardware, "total_memory", lambda device, there=there: there)
+        monkeypatch.setattr(machine, "total_memory", lambda device, there=there: there)
         with pytest.raises(UserError, match=rf"state under recipe 'fp8' takes .* and this cpu .*; {way_out}"):
             require_memory(config, CPU)
 
 
 def test_auto_takes_the_gpu_if_there_is_one():
     kind = "cuda" if torch.cuda.is_available() else "cpu"
-    assert hardware.choose_device("auto").type == kind
-    assert hardware.choose_device("cpu") == CPU
+    assert machine.choose_device("auto").type == kind
+    assert machine.choose_device("cpu") == CPU
 
 
 @pytest.mark.parametrize(
@@ -68,6 +68,6 @@ def test_auto_takes_the_gpu_if_there_is_one():
 def test_a_device_that_is_not_there_is_refused(wish, gpus, words, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    assert not gpus or hardware.choose_device("cuda:1") == torch.device("cuda", 1)
+    assert not gpus or machine.choose_device("cuda:1") == torch.device("cuda", 1)
     with pytest.raises(UserError, match=words):
-        hardware.choose_device(wish)
+        machine.choose_device(wish)

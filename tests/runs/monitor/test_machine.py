@@ -14,16 +14,8 @@ from narrowgauge.system.errors import UserError
 from narrowgauge.system.operating_system import cores_of_others
 from narrowgauge.system.torch_compat import cpu_multiplies_bf16
 from narrowgauge.trainer.runs.choices import ATTENTION, PRODUCTS
-from narrowgauge.trainer.runs.monitor import arithmetic
-from narrowgauge.trainer.runs.monitor import yardstick as module
-from narrowgauge.trainer.runs.monitor.arithmetic import (
-    AttentionShape,
-    choice_of,
-    measured_attention,
-    measured_products,
-    threads_of,
-)
-from narrowgauge.trainer.runs.monitor.yardstick import Yardstick, measure, yardstick
+from narrowgauge.trainer.runs.monitor import machine
+from narrowgauge.trainer.training import make_config
 from support.runs import interrupted
 
 HAS_BF16 = "bf16" if cpu_multiplies_bf16() else "fp32"
@@ -55,42 +47,43 @@ def test_a_run_keeps_what_it_began_with_or_takes_what_is_asked_for(
     what = "products" if variable == PRODUCTS else "attention"
     if expected.startswith("must"):
         with pytest.raises(UserError, match=expected):
-            choice_of(what, lines, pytest.fail)
+            machine.choice_of(what, lines, pytest.fail)
     else:
-        assert choice_of(what, lines, pytest.fail) == expected
+        assert machine.choice_of(what, lines, pytest.fail) == expected
 
 
 def test_the_faster_one_is_chosen_and_kept(monkeypatch, cache):
-    monkeypatch.setattr(arithmetic, "cpu_multiplies_bf16", lambda: True)
+    monkeypatch.setattr(machine, "cpu_multiplies_bf16", lambda: True)
     for fp32, expected in [(1.0, "fp32"), (3.0, "fp32"), (3.0, "bf16")]:  # the second was kept
         seconds = {torch.bfloat16: 2.0, torch.float32: fp32}
-        monkeypatch.setattr(arithmetic, "fastest_tries", lambda n, device, dtype, s=seconds: [s[dtype]] * 3)
-        assert measured_products() == expected
+        monkeypatch.setattr(machine, "fastest_tries", lambda n, device, dtype, s=seconds: [s[dtype]] * 3)
+        assert machine.measured_products() == expected
         if fp32 == 3.0:
             next((cache / "products").iterdir()).write_text("{torn")
 
 
 def test_all_ranks_compute_as_the_first_one_chose():
     """The choice travels as JSON; at first it did not, and a run on two processes could not begin."""
-    said, shape = [], AttentionShape(32, 64)
+    values = {"model": {"dim": 64, "heads": 2}, "data": {"sequence_length": 64}, "training": {"threads": 1}}
+    said, config = [], make_config(values)
 
     def broadcast(value):
         said.append(json.dumps(value))
         return json.loads(said[0])
 
     ranks = [SimpleNamespace(rank=rank, broadcast=broadcast) for rank in (0, 1)]
-    first = arithmetic.choose_arithmetic(1, shape, lambda: [], CPU, ranks[0], print)
+    first = machine.choose_arithmetic(config, lambda: [], CPU, ranks[0], print)
     try:
-        assert arithmetic.choose_arithmetic(1, shape, lambda: 1 / 0, CPU, ranks[1], print) == first
+        assert machine.choose_arithmetic(config, lambda: 1 / 0, CPU, ranks[1], print) == first
     finally:
-        arithmetic.NO_CHOICE.choose()
-    assert first.facts == {"products": HAS_BF16, "attention": "torch"}
+        machine.compute_by({})
+    assert first == {"products": HAS_BF16, "attention": "torch"}
 
 
 @pytest.mark.skipif(not build.compiler(), reason="there is no C compiler")
 def test_the_faster_attention_is_chosen_by_head_and_length_and_kept(monkeypatch, cache):
     monkeypatch.delenv(ATTENTION, raising=False)
-    assert measured_attention(AttentionShape(32, 64)) in ("in-order", "torch")  # truly timed
+    assert machine.measured_attention(32, 64) in ("in-order", "torch")  # truly timed
     for shape, in_order_s, fp32_s, expected in (
         ((32, 128), 0.9, 9.0, "in-order"),
         ((32, 128), 9.0, 9.0, "in-order"),  # kept
@@ -100,8 +93,8 @@ def test_the_faster_attention_is_chosen_by_head_and_length_and_kept(monkeypatch,
         ((32, 64, "fp16"), 0.1, 0.2, "fp32"),
     ):
         seconds = {"in-order": in_order_s, "torch": 1.0, "fp32": fp32_s}
-        monkeypatch.setattr(arithmetic, "_attention_seconds", lambda way, shape, s=seconds: s[way])
-        assert measured_attention(AttentionShape(*shape)) == expected, shape
+        monkeypatch.setattr(machine, "_attention_seconds", lambda way, shape, dtype, s=seconds: s[way])
+        assert machine.measured_attention(*shape) == expected, shape
 
 
 def test_attention_of_fp16_values_is_computed_in_fp32():
@@ -156,8 +149,8 @@ def cores(monkeypatch):
     """A machine: its cores, those that others use, and what the user set."""
 
     def set_up(here, others=0.0, asked=None):
-        monkeypatch.setattr(arithmetic, "threads_of_torch", lambda: here)
-        monkeypatch.setattr(arithmetic, "cores_of_others", lambda: others)
+        monkeypatch.setattr(machine, "threads_of_torch", lambda: here)
+        monkeypatch.setattr(machine, "cores_of_others", lambda: others)
         if asked is None:
             monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
         else:
@@ -186,10 +179,10 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("machine", "pinned", "lines", "expected", "words"), CASES)
-def test_threads_are_the_free_cores_or_those_of_before(cores, machine, pinned, lines, expected, words):
-    cores(*machine)
-    number, said = threads_of(lines, pinned=pinned)
+@pytest.mark.parametrize(("setting", "pinned", "lines", "expected", "words"), CASES)
+def test_threads_are_the_free_cores_or_those_of_before(cores, setting, pinned, lines, expected, words):
+    cores(*setting)
+    number, said = machine.threads_of(lines, pinned=pinned)
     assert number == expected
     assert words in said
 
@@ -199,24 +192,26 @@ def test_the_cores_of_other_programs_are_counted():
 
 
 def test_the_peak_is_measured_once_and_the_same_for_every_recipe(cache):
-    first = yardstick(CPU, torch.float32)
+    first = machine.yardstick(CPU, torch.float32)
     assert 1e9 < first.flops < 1e15
     assert f"{first.flops / 1e12:.3g} TFLOP/s, the fastest " in first.source
     assert "matmul (CPU, 1 thread; measured 20" in first.source
     (entry,) = cache.rglob("*.json")
-    assert yardstick(CPU, torch.bfloat16) == first == Yardstick(**json.loads(entry.read_text()))
+    assert (
+        machine.yardstick(CPU, torch.bfloat16) == first == machine.Yardstick(**json.loads(entry.read_text()))
+    )
     entry.write_text("{")
-    assert yardstick(CPU, torch.float32).flops > 0
+    assert machine.yardstick(CPU, torch.float32).flops > 0
 
 
 def test_a_machine_has_the_peak_of_its_faster_dtype_if_it_can_be_repeated(cache, monkeypatch):
     """A busy machine: the third fastest try takes twice as long as the fastest."""
     seconds = {torch.float32: 0.02, torch.bfloat16: 0.01}
-    monkeypatch.setattr(module, "fastest_tries", lambda n, device, dtype: [seconds[dtype]] * 3)
-    faster = measure(CPU, torch.float32)
+    monkeypatch.setattr(machine, "fastest_tries", lambda n, device, dtype: [seconds[dtype]] * 3)
+    faster = machine.measure(CPU, torch.float32)
     assert "bfloat16" in faster.source
-    monkeypatch.setattr(module, "fastest_tries", lambda *_: [0.01, 0.012, 0.02])
-    found = yardstick(CPU, torch.float32)
+    monkeypatch.setattr(machine, "fastest_tries", lambda *_: [0.01, 0.012, 0.02])
+    found = machine.yardstick(CPU, torch.float32)
     assert found.flops is None
     assert "the device is busy" in found.source
     assert not list(cache.rglob("*.json")), "and is tried again by the next run"

@@ -23,10 +23,11 @@ KL = {"bf16": 1e-5, "mxfp4": 1e-4, "nvfp4": 1e-4, "mxint8": 1e-4}
 def result(differences, texts=(0, 2), margin=0.01, of_file=None, **facts):
     compared = Compared(differences, [0.0], [0.0], [1.0])
     losses = {"trainer": 2.0, "file": 2.0, "server": 2.0}
-    subject = (("run", 1), ("llama.cpp", "1", "gguf"), (len(differences), 8))
+    subject = {"run": "run", "step": 1, "server": "llama.cpp", "version": "1", "format": "gguf"}
+    subject |= {"sequences": len(differences), "sequence_length": 8}
     facts = {"weights": (2, 2), "inputs": ("nvfp4",)} | facts
     to_file = Compared(differences if of_file is None else of_file, [0.0], [0.0], [1.0])
-    return Served(*subject, losses, compared, to_file, texts, margin, **facts)
+    return Served(subject, losses, compared, to_file, texts, margin, **facts)
 
 
 def test_the_verdict_is_that_of_the_interval():
@@ -138,7 +139,7 @@ def test_a_destroyed_scale_is_different_whatever_the_loss(
     save_file(tensors, tmp_path / "out" / "model.safetensors", {"format": "pt"})
     found = served(run, "transformers", folder=tmp_path / "out", sequences=2, margin=1000.0)
     assert found.verdict == (EQUAL if factor == 1 else DIFFERENT), found.table()
-    assert found.server[2] == "compressed-tensors"
+    assert found.subject["format"] == "compressed-tensors"
     if recipe == "nvfp4":
         assert [difference.name for difference in found.different] == [name]
         assert found.weights[1] - found.weights[0] == 1  # q, k and v are one weight of ours

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from narrowgauge.quantization.transforms import ranked
 from narrowgauge.system.errors import UserError
-from narrowgauge.trainer.runs.monitor import hardware
+from narrowgauge.trainer.runs.monitor import machine
 
 # What raises under `torch.use_deterministic_algorithms(True)` on a GPU: of its documentation what a
 # transformer could use, and kthvalue (ATen/native/cuda/Sorting.cpp).
@@ -29,13 +29,13 @@ def flags(monkeypatch):
 
 def test_it_is_strict_and_refuses_a_workspace_with_which_cublas_does_not_repeat(flags, monkeypatch):
     """Where torch may only warn, flash-attention's backward pass does not repeat (attention_backward.cu)."""
-    hardware.use_device(torch.device("cuda", 0), deterministic=True)
+    machine.use_device(torch.device("cuda", 0), deterministic=True)
     assert torch.are_deterministic_algorithms_enabled()
     assert not torch.is_deterministic_algorithms_warn_only_enabled()
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
     with pytest.raises(UserError, match="is ':0:0', with which cuBLAS does not repeat every bit"):
-        hardware.use_device(torch.device("cuda", 0), deterministic=True)
+        machine.use_device(torch.device("cuda", 0), deterministic=True)
 
 
 class Refusing(TorchDispatchMode):
@@ -72,5 +72,5 @@ def test_segments_of_a_gpus_memory_may_grow_unless_the_user_has_chosen_otherwise
         monkeypatch.setenv(name, "max_split_size_mb:512")
         if name != own:
             monkeypatch.delenv(name)
-    hardware.use_device(torch.device("cuda", 0))
+    machine.use_device(torch.device("cuda", 0))
     assert (os.environ.get("PYTORCH_CUDA_ALLOC_CONF") == "expandable_segments:True") == (own == "")

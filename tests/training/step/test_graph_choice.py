@@ -7,7 +7,7 @@ from narrowgauge.system import files
 from narrowgauge.system.errors import UserError
 from narrowgauge.trainer.training import make_config
 from narrowgauge.trainer.training.config.diff import config_diff
-from narrowgauge.trainer.training.step.graph_choice import is_verified, note_verified
+from narrowgauge.trainer.training.step.build_model import is_verified, note_verified
 from narrowgauge.trainer.training.step.trainer import Trainer
 
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from narrowgauge.trainer.training import make_config
-from narrowgauge.trainer.training.step.nan_tracer import COMPILED, NOTHING, FirstBad, earliest
+from narrowgauge.trainer.training.step.step_faults import COMPILED, NOTHING, FirstBad, earliest
 from narrowgauge.trainer.training.step.trainer import Trainer
 from support.in_process import bits
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from narrowgauge.trainer.training import Corrupted, make_config
-from narrowgauge.trainer.training.step.replica_check import (
+from narrowgauge.trainer.training.step.step_faults import (
     fingerprint,
     require_same_replicas,
 )

@@ -23,7 +23,7 @@ from narrowgauge.trainer.bench.peers import check_peers, default_peers
 from narrowgauge.trainer.bench.work import Work
 from narrowgauge.trainer.bench.worker import OURS, start_workers
 from narrowgauge.trainer.runs import choose_device
-from narrowgauge.trainer.runs.monitor.hardware import device_name
+from narrowgauge.trainer.runs.monitor.machine import device_name
 from narrowgauge.trainer.runs.monitor.profiler import StepTime
 from narrowgauge.trainer.training import Config
 

@@ -26,8 +26,7 @@ from narrowgauge.system.errors import UserError
 from narrowgauge.system.processes import depend_on_parent
 from narrowgauge.system.torch_compat import fp8_product, scaled_mm
 from narrowgauge.trainer.bench.work import Attention, Gemm, Work, work_of
-from narrowgauge.trainer.runs.monitor.hardware import use_device
-from narrowgauge.trainer.runs.monitor.yardstick import fastest
+from narrowgauge.trainer.runs.monitor.machine import fastest, use_device
 from narrowgauge.trainer.training import Config
 
 #: The casts of the operands of block-scaled matmuls.

@@ -18,10 +18,8 @@ from narrowgauge.system.processes import Answering
 from narrowgauge.trainer.bench.peers import peer_step
 from narrowgauge.trainer.data import Batch
 from narrowgauge.trainer.runs import choose_device
-from narrowgauge.trainer.runs.monitor.arithmetic import Arithmetic, AttentionShape
-from narrowgauge.trainer.runs.monitor.hardware import memory_at_peak, memory_kept, use_device
+from narrowgauge.trainer.runs.monitor import machine
 from narrowgauge.trainer.runs.monitor.profiler import Profile, StepTime
-from narrowgauge.trainer.runs.monitor.yardstick import seconds
 from narrowgauge.trainer.training import Config
 from narrowgauge.trainer.training.step.trainer import Trainer
 
@@ -61,18 +59,18 @@ def taking_steps(name: str, config: Config, threads: int) -> Iterator[Callable[[
     """Warm a worker process up; yields the function that answers its requests."""
     torch.set_num_threads(threads)
     device = choose_device(config.training.device)
-    use_device(device)
+    machine.use_device(device)
     batches = random_batches(config, device)
     if name == OURS and device.type == "cpu":
-        Arithmetic.of((), AttentionShape.of(config)).choose()
-    with memory_kept(device) if name == OURS else ExitStack():
+        machine.compute_by(machine.arithmetic_of(config))
+    with machine.memory_kept(device) if name == OURS else ExitStack():
         step = own_step(config, device, batches) if name == OURS else peer_step(name, config, device, batches)
         for _ in range(_WARM):
             step()
         answers = {
             "ready": lambda: None,
-            "step": lambda: seconds(step, device),
-            "memory": lambda: memory_at_peak(device),
+            "step": lambda: machine.seconds(step, device),
+            "memory": lambda: machine.memory_at_peak(device),
             "profile": lambda: profiled(step, device),
         }
         yield lambda command: answers[command]()

@@ -1,9 +1,9 @@
 """Checkpoints, which are published in full or not at all.
 
-`store` is a run's own format. Read `save` for its content and how several processes write it, `commit` for
-how it becomes visible, `manifest` for verification, `restore` for reading it back on any number of processes,
-`async_save` for saves in the background, and `lock` for one run at a time. `narrowgauge.system.files` states
-the three facts about disks on which all of it rests. `interop` reads and writes the models of other programs.
+`store` is a run's own format. Read `save` for its content and how several processes write it, at once or in
+the background, `commit` for how it becomes visible, `manifest` for verification, `restore` for reading it
+back on any number of processes, and `lock` for one run at a time. `narrowgauge.system.files` states the three
+facts about disks on which all of it rests. `interop` reads and writes the models of other programs.
 """
 
 from typing import TYPE_CHECKING
@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from narrowgauge.system.lazy import import_on_use
 
 if TYPE_CHECKING:
-    from narrowgauge.trainer.checkpoint.store.async_save import AsyncSaver as AsyncSaver
     from narrowgauge.trainer.checkpoint.store.before_save import JSON as JSON
     from narrowgauge.trainer.checkpoint.store.before_save import SaveError as SaveError
     from narrowgauge.trainer.checkpoint.store.before_save import is_finite as is_finite
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from narrowgauge.trainer.checkpoint.store.restore import load as load
     from narrowgauge.trainer.checkpoint.store.restore import read_state as read_state
     from narrowgauge.trainer.checkpoint.store.restore import restore_distributed as restore_distributed
+    from narrowgauge.trainer.checkpoint.store.save import AsyncSaver as AsyncSaver
     from narrowgauge.trainer.checkpoint.store.save import SavePlan as SavePlan
     from narrowgauge.trainer.checkpoint.store.save import plan_save as plan_save
     from narrowgauge.trainer.checkpoint.store.save import save as save

@@ -57,8 +57,7 @@ from narrowgauge.trainer.report.verdict.expected import expectations
 from narrowgauge.trainer.report.verdict.verdict import rows_text
 from narrowgauge.trainer.runs import choose_device
 from narrowgauge.trainer.runs.loop.resolve import check_data
-from narrowgauge.trainer.runs.monitor.arithmetic import NO_CHOICE, Arithmetic, AttentionShape, threads_of
-from narrowgauge.trainer.runs.monitor.yardstick import seconds
+from narrowgauge.trainer.runs.monitor.machine import arithmetic_of, compute_by, seconds, threads_of
 from narrowgauge.trainer.runs.run_directory import PROBE, RunDirectory
 from narrowgauge.trainer.training import Config
 
@@ -78,8 +77,8 @@ def measured_speed(config: Config, threads: int, products: str = "", attention: 
     config = shortened(config) if device.type == "cpu" else config
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    measured = Arithmetic.of((), AttentionShape.of(config))
-    Arithmetic(products or measured.products, attention or measured.attention).choose()
+    chosen = {"products": products, "attention": attention}
+    compute_by({**arithmetic_of(config), **{what: way for what, way in chosen.items() if way}})
     try:
         step = own_step(config, device, random_batches(config, device))
         took = seconds(step, device)
@@ -87,7 +86,7 @@ def measured_speed(config: Config, threads: int, products: str = "", attention: 
             took = sum(seconds(step, device) for _ in range(_STEPS)) / _STEPS
     finally:
         torch.set_num_threads(before)
-        NO_CHOICE.choose()
+        compute_by({})
     return config.training.batch_size * config.data.sequence_length / took
 
 

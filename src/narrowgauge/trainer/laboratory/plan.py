@@ -153,7 +153,7 @@ def plan(
 
     from narrowgauge.trainer.cluster.plan.pays import breakeven
     from narrowgauge.trainer.cluster.plan.plan import make_plan
-    from narrowgauge.trainer.training.config.named import with_published
+    from narrowgauge.trainer.training.config.config import with_published
 
     values = values_of({"model": model, **sections}) if line is None else given.config_values(line)
     values, note = (values, "") if line is not None and line.config else with_published(values)

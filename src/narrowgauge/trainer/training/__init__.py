@@ -12,6 +12,6 @@ if TYPE_CHECKING:
     from narrowgauge.trainer.training.config.config import make_config as make_config
     from narrowgauge.trainer.training.config.diff import to_toml as to_toml
     from narrowgauge.trainer.training.config.synonyms import Key as Key
-    from narrowgauge.trainer.training.step.replica_check import Corrupted as Corrupted
+    from narrowgauge.trainer.training.step.step_faults import Corrupted as Corrupted
 else:
     __all__, __getattr__, __dir__ = import_on_use(__name__)

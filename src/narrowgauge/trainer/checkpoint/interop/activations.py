@@ -7,9 +7,10 @@
     FP8 per row or 1 x 128   a scale per token, or per 128 columns               -
     MXFP8, MXFP4, MXFP6      E8M0 scales of blocks of 32 (MXFP6 as MXFP8)        -
 
-s multiplies codes: amax / 448 for FP8, amax / (6 * 448) for NVFP4. It comes from the amax of a text, or from
-the recipe's own memory: the history of delayed scaling, or a held amax. Without it NVFP4 activations
-are not quantized.
+s multiplies codes: amax / 448 for FP8, amax / (6 * 448) for NVFP4. What is stored, s or 1 / s, is rounded
+once from the amax, in float32: the reciprocal of the other would move some codes. The amax is that of a text,
+or comes from the recipe's own memory: the history of delayed scaling, or a held amax. Without it NVFP4
+activations are not quantized.
 
 Servers round to nearest, and derive dynamic scales by other rules. A cast with the keys of `RULES` or
 `MEASURED` has their codes bit for bit, except NVFP4: compressed-tensors computes the scales of its blocks in
@@ -74,17 +75,9 @@ MEASURED = {
     "e4m3": Rule(float_group("tensor"), named_cast("e4m3")),
     "nvfp4": Rule({**NVFP4, "dynamic": "local"}, named_cast("nvfp4")),
 }
+#: The tensor of a layer that holds its scale, by `dynamic` of its description.
+INPUT_SCALES: dict[object, str] = {"local": "input_global_scale", False: "input_scale"}
 _OF_AMAX = ("history", "history_algorithm", "margin", "refresh")
-
-
-class InputScale(NamedTuple):
-    """The scale of a layer's input, in float32: `decode` multiplies codes, `encode` inputs.
-
-    Each is rounded once, from the amax: a reciprocal of the other would move some codes.
-    """
-
-    decode: float
-    encode: float
 
 
 def rule_of(x: Cast, is_measured: bool) -> Rule | None:
@@ -98,14 +91,14 @@ def needs_scale(x: Cast) -> bool:
     return rule_of(x, is_measured=True) is not None
 
 
-def scale_of_amax(x: Cast, amax: float) -> InputScale:
-    """The scale of a cast that `needs_scale`."""
+def scale_of_amax(x: Cast, amax: float) -> float:
+    """The scale that a file of compressed-tensors stores for a cast that `needs_scale`."""
     largest, aim = torch.tensor(amax, dtype=torch.float32), _aim(x)
-    return InputScale(float(largest / aim), float(aim / largest))
+    return float(largest / aim if x.block is None else aim / largest)
 
 
 def amax_of_scale(x: Cast, scale: float, divides: bool) -> float:
-    """The largest input that a stored scale reaches; `divides` if it is `InputScale.encode`."""
+    """The largest input that a stored scale reaches; `divides` if inputs are multiplied by it."""
     return _aim(x) * scale if not divides else _aim(x) / scale if scale else math.inf
 
 
@@ -114,17 +107,17 @@ def _aim(x: Cast) -> float:
     return x.element.max if x.block is None else x.element.max * 448.0
 
 
-def recorded_scale(layer: Linear) -> InputScale | None:
+def recorded_scale(layer: Linear) -> float | None:
     """The scale of a layer from the memory of its recipe; None without one, or before its first step."""
     x, history = layer.spec.casts["fprop.x"], layer.histories.get("fprop.x")
     if isinstance(history, HeldAmax):
         return scale_of_amax(x, float(history.held)) if float(history.held) > 0 else None
     if isinstance(history, AmaxHistory) and x.history and bool(history.entries.any()):
-        return InputScale(float(1 / history.scale), float(history.scale))
+        return float(1 / history.scale if x.block is None else history.scale)
     return None
 
 
-def differences(model: torch.nn.Module, scales: Mapping[str, InputScale] | None) -> list[str]:
+def differences(model: torch.nn.Module, scales: Mapping[str, float] | None) -> list[str]:
     """What a server of the folder computes in another way than training, other than the order of sums.
 
     `scales` are those in the file, by our names of the layers.
@@ -169,7 +162,7 @@ def in_llama_cpp(model: torch.nn.Module) -> list[str]:
     return [sentence, *_elsewhere(model)]
 
 
-def _difference(layer: Linear, scale: InputScale | None) -> str:
+def _difference(layer: Linear, scale: float | None) -> str:
     """How a layer's inputs differ; "" if they do not."""
     x = layer.spec.casts["fprop.x"]
     if not layer.spec.casts["fprop.w"].is_scaled:

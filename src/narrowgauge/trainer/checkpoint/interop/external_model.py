@@ -4,16 +4,19 @@ from pathlib import Path
 
 from narrowgauge.system.errors import UserError
 from narrowgauge.trainer.checkpoint.interop import huggingface
-from narrowgauge.trainer.checkpoint.interop.gguf_file import is_gguf
 from narrowgauge.trainer.checkpoint.interop.gguf_model import read_gguf_external
-from narrowgauge.trainer.checkpoint.interop.llmc import is_llmc, read_llmc
+from narrowgauge.trainer.checkpoint.interop.llmc import read_llmc
 from narrowgauge.trainer.checkpoint.interop.name_map import ExternalModel
 from narrowgauge.trainer.checkpoint.interop.safetensors_reader import (
     INDEX,
     SINGLE_FILE,
+    begins_with,
     pickle_at,
     refuse_pickle,
 )
+from narrowgauge.trainer.data.signatures import LlmcMagic
+
+_GGUF = b"GGUF"  # the first bytes of a file
 
 
 def is_external_model(path: Path) -> bool:
@@ -31,7 +34,7 @@ def read_external_model(path: Path) -> ExternalModel:
     """Read the model of another program, or of an export, at `path`."""
     try:
         if path.is_dir():
-            if huggingface.is_folder(path):
+            if (path / huggingface.CONFIG).is_file():
                 return huggingface.read_folder(path)
             if (file := _only_file(path)) is not None:
                 return _read_file(file)
@@ -52,13 +55,13 @@ def read_external_model(path: Path) -> ExternalModel:
 
 
 def _read_file(path: Path) -> ExternalModel:
-    return read_gguf_external(path) if is_gguf(path) else read_llmc(path)
+    return read_gguf_external(path) if begins_with(path, _GGUF) else read_llmc(path)
 
 
 def _only_file(folder: Path) -> Path | None:
     """The only model file of llm.c or GGUF in a folder, as `export` leaves it; None if not one of a kind."""
-    for suffix, is_model in ((".bin", is_llmc), (".gguf", is_gguf)):
-        files = [path for path in sorted(folder.glob(f"*{suffix}")) if is_model(path)]
+    for suffix, magic in ((".bin", LlmcMagic.GPT2_MODEL.to_bytes(4, "little")), (".gguf", _GGUF)):
+        files = [path for path in sorted(folder.glob(f"*{suffix}")) if begins_with(path, magic)]
         if len(files) == 1:
             return files[0]
     return None

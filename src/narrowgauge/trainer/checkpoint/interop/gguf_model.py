@@ -56,11 +56,13 @@ from narrowgauge.trainer.checkpoint.interop.gguf_file import (
     library,
     plain_rows,
     read_gguf,
+    settings_of,
+    tokenizer_keys,
+    tokenizer_of,
     type_of,
     values_of,
     write_gguf,
 )
-from narrowgauge.trainer.checkpoint.interop.gguf_tokenizer import settings_of, tokenizer_keys, tokenizer_of
 from narrowgauge.trainer.checkpoint.interop.hf_config import family_of
 from narrowgauge.trainer.checkpoint.interop.name_map import (
     ExternalModel,

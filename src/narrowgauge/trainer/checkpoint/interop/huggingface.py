@@ -56,11 +56,6 @@ _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _NO_WEIGHT = re.compile(r".*\.(attn\.(masked_)?bias|rotary_emb\.inv_freq)")
 
 
-def is_folder(path: Path) -> bool:
-    """Whether `path` is a folder of this kind."""
-    return (path / CONFIG).is_file()
-
-
 def read_folder(folder: Path) -> ExternalModel:
     """The model in a folder, with its weights dequantized to float32; nothing in the files is executed."""
     if (folder / ADAPTER).exists():  # transformers would add it to the weights
@@ -70,18 +65,18 @@ def read_folder(folder: Path) -> ExternalModel:
         )
     values = read_json(inside(folder, CONFIG))
     config = config_from(values, str(folder / CONFIG))
-    with QuantizedFolder(folder, _quantization(folder, values)) as weights:
-        require_layers(config, len(weights.file_of), folder)
-        stored = {_full_name(name, config): name for name in weights.names if not _NO_WEIGHT.fullmatch(name)}
-        pairs = name_map(config)
-        require_tensors(stored, pairs, {_HEAD} if config.tied_head else set(), folder)
-        tensors = {pair.ours: pair.join(lambda name: weights.read(stored[name]), folder) for pair in pairs}
-        is_tied = config.tied_head and _HEAD in stored  # transformers 5 would not tie another head either
-        if is_tied and not torch.equal(weights.read(stored[_HEAD]), tensors["embedding.weight"]):
-            raise UserError(
-                f"{folder} has a {_HEAD!r} that differs from its embedding, but its {CONFIG} ties the two; "
-                'write "tie_word_embeddings": false there if the head is to be used, or delete the tensor'
-            )
+    weights = QuantizedFolder(folder, _quantization(folder, values))
+    require_layers(config, len(weights.file_of), folder)
+    stored = {_full_name(name, config): name for name in weights.names if not _NO_WEIGHT.fullmatch(name)}
+    pairs = name_map(config)
+    require_tensors(stored, pairs, {_HEAD} if config.tied_head else set(), folder)
+    tensors = {pair.ours: pair.join(lambda name: weights.read(stored[name]), folder) for pair in pairs}
+    is_tied = config.tied_head and _HEAD in stored  # transformers 5 would not tie another head either
+    if is_tied and not torch.equal(weights.read(stored[_HEAD]), tensors["embedding.weight"]):
+        raise UserError(
+            f"{folder} has a {_HEAD!r} that differs from its embedding, but its {CONFIG} ties the two; "
+            'write "tie_word_embeddings": false there if the head is to be used, or delete the tensor'
+        )
     tokenizer = inside(folder, TOKENIZER) if (folder / TOKENIZER).exists() else None
     settings = special_tokens_of(folder, values)
     return external_model("hf", config, tensors, folder, weights.precisions, tokenizer, settings)

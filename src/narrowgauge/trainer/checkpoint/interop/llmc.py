@@ -47,15 +47,6 @@ _GPT2: dict[str, Any] = {**FAMILIES["gpt2"].fixed, "experts": 0, "tied_head": Tr
 _LAYER = ("attention_norm", "qkv", "attention_out", "mlp_norm", "up", "down")
 
 
-def is_llmc(path: Path) -> bool:
-    """Whether a file begins like llm.c's model files."""
-    try:
-        with path.open("rb") as file:
-            return file.read(4) == LlmcMagic.GPT2_MODEL.to_bytes(4, "little")
-    except OSError:
-        return False
-
-
 def read_llmc(path: Path) -> ExternalModel:
     """The model in a file, with its weights as float32, without the rows of the padding.
 

@@ -38,8 +38,8 @@ from narrowgauge.recipes import ModelPlan
 from narrowgauge.recipes.describe import beside, layout_of, written
 from narrowgauge.system.errors import UserError
 from narrowgauge.trainer.checkpoint.interop.activations import (
+    INPUT_SCALES,
     NVFP4,
-    InputScale,
     differences,
     float_group,
     linear_layers,
@@ -69,6 +69,11 @@ class Scheme(NamedTuple):
     layout: Layout
     inputs: dict[str, Any] | None
 
+    @property
+    def dynamic(self) -> object:
+        """Whether scales of activations are computed as the server runs; "local": of blocks; None: wide."""
+        return None if self.inputs is None else self.inputs["dynamic"]
+
 
 _NVFP4 = Layout("nvfp4-pack-quantized", {**NVFP4, "dynamic": False}, {None: "W4A16_NVFP4", "local": "NVFP4"})
 LAYOUTS = {
@@ -97,7 +102,7 @@ def write_quantized(
     tokenizer: Path | None,
     dtype: torch.dtype,
     special_tokens: Mapping[str, Any] | None = None,
-    scales: Mapping[str, InputScale] | None = None,
+    scales: Mapping[str, float] | None = None,
     to: str = "compressed-tensors",
 ) -> list[str]:
     """Fill an empty folder with a model under its recipe; returns what a server computes in another way.
@@ -120,7 +125,9 @@ def write_quantized(
             continue
         scheme, q, start = schemes[module], narrow[module].forward_codes(), 0
         for name, count in zip(names, pair.rows or (q.codes.shape[0],), strict=True):
-            parts = _parts(q, start, start + count) | _input_scale(scheme, measured.get(module))
+            parts = _parts(q, start, start + count)
+            if scheme.dynamic in INPUT_SCALES:
+                parts[INPUT_SCALES[scheme.dynamic]] = torch.tensor([measured[module]])
             tensors += [(f"{name}.{part}", tensor) for part, tensor in parts.items()]
             layers[name] = scheme
             start += count
@@ -192,7 +199,7 @@ def unfit_plan(config: ModelConfig, plan: ModelPlan) -> str:
     return f"export: {unfit}" if (unfit := unfit_rows(config, shapes)) else ""
 
 
-def _scheme(name: str, layer: Linear, scale: InputScale | None) -> Scheme:
+def _scheme(name: str, layer: Linear, scale: float | None) -> Scheme:
     """The scheme of a layer's casts; a `UserError` if the layout cannot express the cast of its weights."""
     x, w = layer.spec.casts["fprop.x"], layer.spec.casts["fprop.w"]
     layouts = {known: layout_of(named_cast(known)) for known in LAYOUTS}
@@ -228,15 +235,6 @@ def _parts(q: QTensor, start: int, end: int) -> Parts:
     return stored | {"weight_scale": scales.view(torch.float8_e4m3fn), "weight_global_scale": global_scale}
 
 
-def _input_scale(scheme: Scheme, scale: InputScale | None) -> Parts:
-    """The tensor that holds the scale of a layer's activations, if there is one."""
-    if scheme.inputs is None or scheme.inputs["dynamic"] is True:
-        return {}
-    assert scale is not None
-    decode, encode = (torch.tensor([value], dtype=torch.float32) for value in scale)
-    return {"input_global_scale": encode} if scheme.inputs["dynamic"] else {"input_scale": decode}
-
-
 def _in_compressed_tensors(layers: Mapping[str, Scheme | None]) -> dict[str, Any]:
     """The `quantization_config` of compressed-tensors."""
     kinds: list[Scheme] = []
@@ -262,21 +260,21 @@ def _in_compressed_tensors(layers: Mapping[str, Scheme | None]) -> dict[str, Any
 
 def _in_modelopt(folder: Path, layers: Mapping[str, Scheme | None]) -> dict[str, Any]:
     """The `quantization_config` of ModelOpt; its own file is written into the folder."""
-    found: dict[str, tuple[str, Scheme, object]] = {}  # of each algorithm the first layer
+    found: dict[str, tuple[str, Scheme]] = {}  # of each algorithm the first layer
     for name, scheme in layers.items():
         if scheme is not None:
-            dynamic = None if scheme.inputs is None else scheme.inputs["dynamic"]
-            found.setdefault(scheme.layout.algorithms.get(dynamic, ""), (name, scheme, dynamic))
+            found.setdefault(scheme.layout.algorithms.get(scheme.dynamic, ""), (name, scheme))
     if "" in found or len(found) > 1:
-        name, (layout, _), dynamic = found.get("") or next(iter(found.values()))
+        name, scheme = found.get("") or next(iter(found.values()))
+        layout = scheme.layout
         known = [algorithm for layout in LAYOUTS.values() for algorithm in layout.algorithms.values()]
         raise UserError(
             f"layer {name!r} has weights of {layout.format} ({layout.weights['strategy']}) with activations "
-            f"{_ACTIVATIONS[dynamic]}, and ModelOpt's layout is written for one of "
+            f"{_ACTIVATIONS[scheme.dynamic]}, and ModelOpt's layout is written for one of "
             f"{', '.join(dict.fromkeys(known))} in all layers; use --to compressed-tensors"
             + (", or --calibrate TEXT for FP8" if False in layout.algorithms else "")
         )
-    ((algorithm, (_, scheme, _)),) = found.items()
+    ((algorithm, (_, scheme)),) = found.items()
     group = {"quant_algo": algorithm}
     if "group_size" in scheme.layout.weights:
         group["group_size"] = scheme.layout.weights["group_size"]

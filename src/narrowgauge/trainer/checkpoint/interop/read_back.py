@@ -8,8 +8,7 @@ An export is read back before it is published. Files that come later, such as th
 compared with a new export. The readers share only the tables of names and formats with the writers.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -20,7 +19,7 @@ from numpy.typing import NDArray
 
 from narrowgauge.nn import Linear
 from narrowgauge.system.errors import UserError
-from narrowgauge.trainer.checkpoint.interop.activations import amax_of_scale
+from narrowgauge.trainer.checkpoint.interop.activations import INPUT_SCALES, amax_of_scale
 from narrowgauge.trainer.checkpoint.interop.gguf_file import GGUF_FILE, read_gguf
 from narrowgauge.trainer.checkpoint.interop.name_map import name_map
 from narrowgauge.trainer.checkpoint.interop.safetensors_reader import TensorFolder
@@ -29,8 +28,7 @@ from narrowgauge.trainer.models import Transformer
 #: A decoded weight is an element times at most two scales: four roundings in float32.
 _BOUND = 2.0**-21
 _OTHER_BYTES = "other bytes"
-#: The scales of a layer's activations, as compressed-tensors and ModelOpt call them.
-INPUT_SCALES = ("input_global_scale", "input_scale")
+_INPUT_SCALES = tuple(INPUT_SCALES.values())
 _Stored = tuple[str, NDArray[np.uint8]]  # of a tensor in a file: type and shape as text, and its bytes
 
 
@@ -75,16 +73,14 @@ def different_tensors(found: Path, expected: Path) -> list[Difference]:
     Scales of activations depend on a text, and only have to be there: `wrong_input_scales` judges them.
     """
     differences = []
-    with _stored(found) as theirs, _stored(expected) as ours:
-        for name in {**ours, **theirs}:
-            (their_form, their_data), (our_form, our_data) = (
-                of.get(name, _missing)() for of in (theirs, ours)
-            )
-            if their_form != our_form:
-                differences.append(Difference(name, their_form, our_form))
-            elif not name.endswith(INPUT_SCALES) and not np.array_equal(their_data, our_data):
-                share = float(np.mean(their_data != our_data))
-                differences.append(Difference(name, f"{_OTHER_BYTES} ({share:.1%} of them)", our_form))
+    theirs, ours = _stored(found), _stored(expected)
+    for name in {**ours, **theirs}:
+        (their_form, their_data), (our_form, our_data) = (of.get(name, _missing)() for of in (theirs, ours))
+        if their_form != our_form:
+            differences.append(Difference(name, their_form, our_form))
+        elif not name.endswith(_INPUT_SCALES) and not np.array_equal(their_data, our_data):
+            share = float(np.mean(their_data != our_data))
+            differences.append(Difference(name, f"{_OTHER_BYTES} ({share:.1%} of them)", our_form))
     return differences
 
 
@@ -92,8 +88,7 @@ def has_input_scales(folder: Path) -> bool:
     """Whether an export stores scales of activations."""
     if (folder / GGUF_FILE).is_file():
         return False
-    with TensorFolder(folder) as files:
-        return any(name.endswith(INPUT_SCALES) for name in files.file_of)
+    return any(name.endswith(_INPUT_SCALES) for name in TensorFolder(folder).file_of)
 
 
 def wrong_input_scales(
@@ -104,23 +99,22 @@ def wrong_input_scales(
     `amaxes` has the largest magnitude of the input of each layer with a scale, by our names. `within` is the
     factor by which a scale may reach farther or less far: that of one text from another.
     """
-    found = []
-    with TensorFolder(folder) as files:
-        for pair in name_map(model.config):
-            ours, _, parameter = pair.ours.rpartition(".")
-            for theirs in pair.theirs if parameter == "weight" and ours in amaxes else ():
-                names = [f"{theirs.removesuffix('weight')}{part}" for part in INPUT_SCALES]
-                name = next((name for name in names if name in files.file_of), None)
-                wanted = f"a scale that reaches about {amaxes[ours]:.3g}"
-                if name is None:
-                    found.append(Difference(names[-1], "missing", wanted))
-                    continue
-                scale, layer = float(files.read_stored(name).max()), model.get_submodule(ours)
-                assert isinstance(layer, Linear)
-                divides = name.endswith(INPUT_SCALES[0])
-                reach = amax_of_scale(layer.spec.casts["fprop.x"], scale, divides)
-                if not amaxes[ours] / within <= reach <= amaxes[ours] * within:
-                    found.append(Difference(name, f"{scale:.3g}, which reaches {reach:.3g}", wanted))
+    found, files = list[Difference](), TensorFolder(folder)
+    for pair in name_map(model.config):
+        ours, _, parameter = pair.ours.rpartition(".")
+        for theirs in pair.theirs if parameter == "weight" and ours in amaxes else ():
+            names = [f"{theirs.removesuffix('weight')}{part}" for part in _INPUT_SCALES]
+            name = next((name for name in names if name in files.file_of), None)
+            wanted = f"a scale that reaches about {amaxes[ours]:.3g}"
+            if name is None:
+                found.append(Difference(names[-1], "missing", wanted))
+                continue
+            scale, layer = float(files.read_stored(name).max()), model.get_submodule(ours)
+            assert isinstance(layer, Linear)
+            divides = name.endswith(_INPUT_SCALES[0])
+            reach = amax_of_scale(layer.spec.casts["fprop.x"], scale, divides)
+            if not amaxes[ours] / within <= reach <= amaxes[ours] * within:
+                found.append(Difference(name, f"{scale:.3g}, which reaches {reach:.3g}", wanted))
     return found
 
 
@@ -128,18 +122,16 @@ def _missing() -> _Stored:
     return "missing", np.empty(0, np.uint8)
 
 
-@contextmanager
-def _stored(folder: Path) -> Iterator[Mapping[str, Callable[[], _Stored]]]:
+def _stored(folder: Path) -> Mapping[str, Callable[[], _Stored]]:
     """Functions that read each tensor of an export, by name."""
     if (folder / GGUF_FILE).is_file():
         tensors = read_gguf(folder / GGUF_FILE).tensors
-        yield {name: partial(lambda t: (f"{t.type} {t.shape}", t.data), t) for name, t in tensors.items()}
-        return
+        return {name: partial(lambda t: (f"{t.type} {t.shape}", t.data), t) for name, t in tensors.items()}
 
     def read(name: str) -> _Stored:
         tensor = files.read_stored(name)
         form = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
         return form, tensor.reshape(-1).view(torch.uint8).numpy()
 
-    with TensorFolder(folder) as files:
-        yield {name: partial(read, name) for name in files.file_of}
+    files = TensorFolder(folder)
+    return {name: partial(read, name) for name in files.file_of}

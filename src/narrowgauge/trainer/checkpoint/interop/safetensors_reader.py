@@ -14,9 +14,9 @@ unpickling can run arbitrary code.
 
 import json
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -36,19 +36,12 @@ PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp1
 
 
 class TensorFolder:
-    """The tensors of a folder, read one at a time; a context manager that closes its files."""
+    """The tensors of a folder, read one at a time; its files are open as long as it lives."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._open = ExitStack()
         self._files: dict[str, Any] = {}
         self.file_of = self._find()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._open.close()
 
     def read_stored(self, name: str, at: tuple[int | slice, ...] = ()) -> torch.Tensor:
         """A tensor as it is stored, or the part of it at an index, which is read alone."""
@@ -95,7 +88,7 @@ class TensorFolder:
                     "save the model as safetensors"
                 )
             try:
-                self._files[name] = self._open.enter_context(safe_open(path, framework="pt", device="cpu"))
+                self._files[name] = safe_open(path, framework="pt", device="cpu")
             except (SafetensorError, OSError) as error:
                 refuse_pickle(path)
                 raise _damaged(path, str(error)) from error
@@ -167,6 +160,13 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise _damaged(path, "it is not one JSON object")
     return value
+
+
+def begins_with(path: Path, magic: bytes) -> bool:
+    """Whether a file can be read and begins with these bytes."""
+    with suppress(OSError), path.open("rb") as file:
+        return file.read(len(magic)) == magic
+    return False
 
 
 def pickle_at(path: Path) -> Path | None:

@@ -35,7 +35,7 @@ each tensor as one slice. The index is not trusted: `from_json` lists what is ch
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any, TypeAlias
 
@@ -53,10 +53,12 @@ Shape: TypeAlias = tuple[int, ...]
 
 @dataclass(frozen=True, order=True)
 class TensorSlice:
-    """A part of a tensor: `offset[d]` to `offset[d] + size[d]` along dimension d."""
+    """A part of a tensor: `offset[d]` to `offset[d] + size[d]` along dimension d; and where it is stored."""
 
     offset: Shape
     size: Shape
+    file: str = field(default="", compare=False)  # of the checkpoint
+    key: str = field(default="", compare=False)  # in that file
 
     @property
     def numel(self) -> int:
@@ -141,21 +143,19 @@ def _overlapping(slices: list[TensorSlice], dimensions: int) -> tuple[TensorSlic
 
 
 @dataclass(frozen=True)
-class StoredSlice:
-    """A slice in a file of the checkpoint, and its key in that file."""
-
-    file: str
-    key: str
-    slice: TensorSlice
-
-
-@dataclass(frozen=True)
 class Entry:
-    """A stored tensor: its slices, or the name of the tensor that it shares."""
+    """A tensor: the slices of it that a checkpoint stores or a rank holds, or the name of its other tensor.
+
+    Attributes:
+        dtype: its name in safetensors.
+        shape: of the global tensor.
+        slices: without empty ones.
+        same_as: the first name of the tensor, if this is its second.
+    """
 
     dtype: str
     shape: Shape
-    slices: tuple[StoredSlice, ...]
+    slices: tuple[TensorSlice, ...]
     same_as: str | None = None
 
     @property
@@ -176,9 +176,7 @@ def to_json(index: Index) -> str:
 def _as_json(entry: Entry) -> dict[str, object]:
     if entry.same_as is not None:
         return {"same_as": entry.same_as}
-    slices = [
-        {"file": s.file, "key": s.key, "offset": s.slice.offset, "size": s.slice.size} for s in entry.slices
-    ]
+    slices = [{"file": s.file, "key": s.key, "offset": s.offset, "size": s.size} for s in entry.slices]
     return {"boxes": slices, "dtype": entry.dtype, "shape": entry.shape}
 
 
@@ -213,8 +211,7 @@ def _entry(named: Mapping[str, Any], name: str) -> Entry:
     if content["dtype"] not in STORABLE or "same_as" in content:
         raise ValueError(f"dtype or same_as of {name!r}")
     slices = tuple(
-        StoredSlice(b["file"], b["key"], TensorSlice(_shape(b["offset"]), _shape(b["size"])))
-        for b in content["boxes"]
+        TensorSlice(_shape(b["offset"]), _shape(b["size"]), b["file"], b["key"]) for b in content["boxes"]
     )
     if not all(isinstance(text, str) for s in slices for text in (s.file, s.key)):
         raise ValueError(f"file or key of {name!r}")
@@ -230,13 +227,13 @@ def _shape(numbers: Any) -> Shape:
 def _check_slices(entry: Entry, left: dict[str, int], seen: set[tuple[str, str]]) -> None:
     """Check one entry against the bytes left in the files and the keys already used."""
     if entry.same_as is None:
-        require_exact_cover(entry.shape, (stored.slice for stored in entry.slices))
+        require_exact_cover(entry.shape, entry.slices)
     for stored in entry.slices:
         if stored.file not in left:
             raise ValueError(f"{stored.file!r} is not a file of this checkpoint")
-        left[stored.file] -= stored.slice.numel * entry.itemsize
-        if left[stored.file] < 0 or not stored.slice.numel:
-            raise ValueError(f"{stored.file!r} cannot hold a slice of size {stored.slice.size}")
+        left[stored.file] -= stored.numel * entry.itemsize
+        if left[stored.file] < 0 or not stored.numel:
+            raise ValueError(f"{stored.file!r} cannot hold a slice of size {stored.size}")
         if (stored.file, stored.key) in seen:
             raise ValueError(f"{stored.key!r} in {stored.file!r} is named twice")
         seen.add((stored.file, stored.key))

@@ -30,7 +30,6 @@ from narrowgauge.trainer.checkpoint.store.index import (
     Index,
     LocalTensor,
     LocalTensors,
-    StoredSlice,
     TensorSlice,
     from_json,
     full_tensor,
@@ -62,13 +61,7 @@ def choose_step(
     directory: Path, run_id: str | None, group: dist.ProcessGroup | None
 ) -> tuple[Path | None, list[str]]:
     """`newest_valid` on rank 0; all ranks return or raise the same."""
-
-    def choose() -> tuple[str | None, list[str]]:
-        path, refused = newest_valid(directory, run_id)
-        return (None if path is None else path.name), refused
-
-    name, refused = on_rank0(choose, group, UserError)
-    return (None if name is None else directory / name), refused
+    return on_rank0(lambda: newest_valid(directory, run_id), group, UserError)
 
 
 def load(path: Path) -> Checkpoint:
@@ -202,9 +195,9 @@ def _another(path: Path, difference: str) -> UserError:
     return UserError(f"{path} is another model's: {difference}; use the configuration it was made with")
 
 
-def _overlaps(entry: Entry, requested: TensorSlice) -> Iterator[tuple[StoredSlice, TensorSlice]]:
+def _overlaps(entry: Entry, requested: TensorSlice) -> Iterator[tuple[TensorSlice, TensorSlice]]:
     for stored in entry.slices:
-        if (common := stored.slice.overlap(requested)) is not None:
+        if (common := stored.overlap(requested)) is not None:
             yield stored, common
 
 
@@ -227,12 +220,12 @@ def _fill(path: Path, requested: Iterable[tuple[Entry, LocalTensor]]) -> None:
                 _raw(local.tensor)[common.within(local.slice).index].copy_(_raw(data))
 
 
-def _read(file: Any, stored: StoredSlice, dtype: str, common: TensorSlice) -> torch.Tensor:
+def _read(file: Any, stored: TensorSlice, dtype: str, common: TensorSlice) -> torch.Tensor:
     """The elements `common` of a stored slice; a `ValueError` if it does not match the index."""
     data = file.get_slice(stored.key)
-    if (data.get_dtype(), tuple(data.get_shape())) != ("U8" if dtype == "F4" else dtype, stored.slice.size):
+    if (data.get_dtype(), tuple(data.get_shape())) != ("U8" if dtype == "F4" else dtype, stored.size):
         raise ValueError(f"{stored.key!r} is {data.get_dtype()} {data.get_shape()}, unlike in {INDEX}")
-    elements: torch.Tensor = data[common.within(stored.slice).index or ...]
+    elements: torch.Tensor = data[common.within(stored).index or ...]
     return elements
 
 

@@ -69,7 +69,7 @@ def eval_(
     from narrowgauge.trainer.runs.loop.validation import bits_per_byte, held_out_loss, keep_losses, two_losses
     from narrowgauge.trainer.runs.monitor.progress import Display
     from narrowgauge.trainer.runs.use.tasks import evaluate, harness_scores
-    from narrowgauge.trainer.runs.use.trained_model import run_data
+    from narrowgauge.trainer.runs.use.trained_model import held_out_batches, run_data
 
     kind, _, detail = task.partition(":")
     if kind == "lm-eval" and detail:
@@ -97,7 +97,7 @@ def eval_(
         say(f"{run}: step {trained.step}, validation loss by forward pass: {text}")
         return
     loss = held_out_loss(trained, dataset.val, length, batches)
-    held_out = trained.held_out(dataset.val, length, batches)
+    held_out = held_out_batches(trained.config, dataset.val, length, batches)
     bits = bits_per_byte(loss, dataset.tokenizer, held_out)
     per_byte = f", {bits:.4f} bits per byte" if isfinite(bits) else ""  # token ids have no bytes
     say(f"{run}: step {trained.step}, validation loss {loss:.4f} nats per token{per_byte}")

@@ -24,7 +24,7 @@ from narrowgauge.trainer.cluster.plan.estimate import (
 )
 from narrowgauge.trainer.models import count_parameters
 from narrowgauge.trainer.runs import choose_device, lay_out
-from narrowgauge.trainer.runs.monitor.memory_check import room_here
+from narrowgauge.trainer.runs.loop.resolve import room_here
 from narrowgauge.trainer.simulate import (
     Memory,
     Room,
@@ -36,7 +36,7 @@ from narrowgauge.trainer.simulate import (
 )
 from narrowgauge.trainer.simulate.memory import STATE
 from narrowgauge.trainer.training import Config
-from narrowgauge.trainer.training.config.micro_batch import fitting_sizes, next_batch_size
+from narrowgauge.trainer.training.config.config import fitting_sizes, next_batch_size
 
 _GUESS = 0.8  # of the memory in proportion; no step was found to take less of it
 

@@ -46,7 +46,7 @@ from narrowgauge.trainer.distributed.launch.world import processes_started
 from narrowgauge.trainer.models import count_parameters
 from narrowgauge.trainer.runs import choose_device, lay_out
 from narrowgauge.trainer.runs.loop.resolve import check_data
-from narrowgauge.trainer.runs.monitor.hardware import device_name
+from narrowgauge.trainer.runs.monitor.machine import device_name
 from narrowgauge.trainer.training import Config
 
 FILE = "scaling.json"

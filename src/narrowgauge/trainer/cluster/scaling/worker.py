@@ -36,7 +36,7 @@ from narrowgauge.trainer.distributed import START, Coordinator, World, init_proc
 from narrowgauge.trainer.models import count_parameters
 from narrowgauge.trainer.runs import OutOfMemory, choose_device
 from narrowgauge.trainer.runs.loop.resolve import parallel_dims_of
-from narrowgauge.trainer.runs.monitor.hardware import is_out_of_memory, memory_kept, synchronize, use_device
+from narrowgauge.trainer.runs.monitor.machine import is_out_of_memory, memory_kept, synchronize, use_device
 from narrowgauge.trainer.runs.monitor.profiler import covered
 from narrowgauge.trainer.training import Config
 from narrowgauge.trainer.training.step.trainer import Trainer

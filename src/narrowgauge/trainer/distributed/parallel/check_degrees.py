@@ -24,7 +24,7 @@ from narrowgauge.quantization.state.parameter_state import SMALLEST_NARROW
 from narrowgauge.recipes import Recipe
 from narrowgauge.recipes.resolve import DIMENSIONS, operands_of
 from narrowgauge.system.errors import UserError
-from narrowgauge.trainer.distributed.parallel.tensor_parallel import COLUMN_SHARDED, row_sizes
+from narrowgauge.trainer.distributed.parallel.layers import COLUMN_SHARDED, row_sizes
 from narrowgauge.trainer.models import ModelConfig
 
 WEIGHT_STATE = ("weight", "master", "grad")
@@ -182,19 +182,15 @@ def _over_tensor(sizes: list[int], what: str, tensor: int) -> Dimension:
 
 def _check(cast: Cast, dimensions: list[Dimension], where: str) -> None:
     """Refuse a matrix whose shards divide blocks, or transforms along its last dimension."""
-    for dimension, size in zip(dimensions, cast.block or (0, 0), strict=True):
-        # A block of the full extent is shared: ranks agree on its scale. One that is expanded is not.
-        size = size or (dimension.size if cast.expand or cast.codebook else 1)
-        _require_aligned(dimension, size, "blocks", cast, where)
-    if cast.hadamard:
-        _require_aligned(dimensions[1], cast.hadamard, "transforms", cast, where)
-
-
-def _require_aligned(dimension: Dimension, size: int, what: str, cast: Cast, where: str) -> None:
-    if any(run % size for run in dimension.runs):
-        degrees = " x ".join(f"parallel.{name} = {n}" for name, n in dimension.degrees.items() if n > 1)
-        raise UserError(
-            f"{where}: cast {cast.name!r} has {what} of {size}, and dividing {dimension.size} "
-            f"{dimension.what} over {degrees} would cut some; use fewer processes there, another dimension, "
-            "or another cast in that place"
-        )
+    # A block of the full extent is shared: ranks agree on its scale. One that is expanded is not.
+    full = [dimension.size if cast.expand or cast.codebook else 1 for dimension in dimensions]
+    sizes = [size or whole for size, whole in zip(cast.block or (0, 0), full, strict=True)]
+    aligned = [*zip(dimensions, sizes, ("blocks", "blocks"), strict=True)]
+    for dimension, size, what in [*aligned, (dimensions[1], cast.hadamard or 1, "transforms")]:
+        if any(run % size for run in dimension.runs):
+            degrees = " x ".join(f"parallel.{name} = {n}" for name, n in dimension.degrees.items() if n > 1)
+            raise UserError(
+                f"{where}: cast {cast.name!r} has {what} of {size}, and dividing {dimension.size} "
+                f"{dimension.what} over {degrees} would cut some; use fewer processes there, another "
+                "dimension, or another cast in that place"
+            )

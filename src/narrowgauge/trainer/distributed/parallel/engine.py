@@ -27,7 +27,7 @@ from narrowgauge.quantization import local_tensor, plain_gradient, state_of
 from narrowgauge.system.collectives import all_reduce_flat, all_reduce_values, gather_objects
 from narrowgauge.system.torch_compat import overflow_flags
 from narrowgauge.trainer.data import Batch
-from narrowgauge.trainer.distributed.parallel.expert_parallel import local_experts
+from narrowgauge.trainer.distributed.parallel.layers import local_experts
 from narrowgauge.trainer.distributed.parallel.micro_batch_graph import CudaGraphs, MicroBatchGraphs
 from narrowgauge.trainer.distributed.pipeline import MicroBatch, Pipeline, StageInput
 from narrowgauge.trainer.models import Transformer, objective_of

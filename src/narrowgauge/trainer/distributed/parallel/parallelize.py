@@ -28,8 +28,7 @@ from narrowgauge.quantization import TensorShard, ensure_state, state_of
 from narrowgauge.recipes import Recipe
 from narrowgauge.system.collectives import comm_tag
 from narrowgauge.system.torch_compat import ignore_in_ddp
-from narrowgauge.trainer.distributed.parallel.expert_parallel import divide_experts, local_experts
-from narrowgauge.trainer.distributed.parallel.tensor_parallel import shard_blocks
+from narrowgauge.trainer.distributed.parallel.layers import divide_experts, local_experts, shard_blocks
 from narrowgauge.trainer.distributed.pipeline import Stage, keep_stages, stages_of
 from narrowgauge.trainer.models import Expert, ModelConfig, Transformer, starting_values
 

@@ -33,12 +33,11 @@ from narrowgauge.trainer.laboratory.arguments import Progress, Values
 from narrowgauge.trainer.models import count_block_weights, model_config
 from narrowgauge.trainer.models.published import published
 from narrowgauge.trainer.runs import choose_device
-from narrowgauge.trainer.runs.monitor.hardware import device_name
+from narrowgauge.trainer.runs.monitor.machine import device_name
 from narrowgauge.trainer.simulate import StepEstimate, WholeCount, estimate_step, fitting
 from narrowgauge.trainer.simulate.advice import narrower_recipes
 from narrowgauge.trainer.training import Config, make_config
-from narrowgauge.trainer.training.config.micro_batch import fitting_sizes
-from narrowgauge.trainer.training.config.named import published_config
+from narrowgauge.trainer.training.config.config import fitting_sizes, published_config
 
 RECIPES = ("bf16", "fp16", "fp8", "mxfp8", "nvfp4", "nvfp4-finish", "msamp-o2")
 FIRST = 3

@@ -1,4 +1,6 @@
-"""The training loop: the initial state, the steps, the end.
+"""The training loop: the run directory, the initial state, the steps, the end.
+
+`run()` starts a run, resumes a stopped one, and does nothing for a finished one.
 
 The order after every step is: gauges (if due), metrics line, checkpoint (if due). So a checkpoint of step n
 never exists without the lines up to n; on a resume later lines are dropped and written again with the same
@@ -8,31 +10,42 @@ digits. All ranks run the same loop: only rank 0 records, displays and samples, 
 
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 
 from narrowgauge.distributed import Mesh
+from narrowgauge.kernels.dispatch import kernels_missing
 from narrowgauge.nn import Gauges, audit
 from narrowgauge.quantization import shard_of, write_weight
-from narrowgauge.system.errors import Failed, UserError
-from narrowgauge.system.signals import Preempted, Requests, is_compared
+from narrowgauge.system.errors import EXIT_PREEMPTED, Failed, UserError
+from narrowgauge.system.operating_system import require_posix
+from narrowgauge.system.signals import Preempted, Requests, StoppedEarly, is_compared, stop_requests
 from narrowgauge.system.units import human_bytes, parse_bytes
-from narrowgauge.trainer.checkpoint import choose_step, load, require_space_for_run
-from narrowgauge.trainer.data import Loader
-from narrowgauge.trainer.distributed import START
+from narrowgauge.trainer.checkpoint import choose_step, load, lock_run, require_space_for_run
+from narrowgauge.trainer.data import Dataset, Loader
+from narrowgauge.trainer.distributed import START, Coordinator, StoppedByPeer, init_process_group
 from narrowgauge.trainer.models import Transformer, generate
 from narrowgauge.trainer.runs.loop.recovery import record_raises, recover
-from narrowgauge.trainer.runs.loop.run_context import RunContext, now
+from narrowgauge.trainer.runs.loop.resolve import Run, open_checked_data, out_of_memory_message, resolve
+from narrowgauge.trainer.runs.loop.run_context import Checkpointer, RunContext, now
 from narrowgauge.trainer.runs.loop.validation import validation_loss
-from narrowgauge.trainer.runs.monitor import hardware
+from narrowgauge.trainer.runs.monitor import machine
+from narrowgauge.trainer.runs.monitor.loggers import SINKS, Loggers
+from narrowgauge.trainer.runs.monitor.machine import choose_arithmetic
+from narrowgauge.trainer.runs.monitor.profiler import Profile
+from narrowgauge.trainer.runs.monitor.progress import Display
+from narrowgauge.trainer.runs.run_directory import NullRunWriter, RunDirectory, RunWriter, claim_together
 from narrowgauge.trainer.runs.use.trained_model import held_out_batches, open_run
 from narrowgauge.trainer.simulate import Memory, MemoryTracker
 from narrowgauge.trainer.training.config.config import Config
-from narrowgauge.trainer.training.config.micro_batch import held_out_sequences
+from narrowgauge.trainer.training.config.diff import ConfigDiff, check_keys
 from narrowgauge.trainer.training.step.build_model import model_of
 from narrowgauge.trainer.training.step.trainer import Trainer, token_lines
 
@@ -42,6 +55,117 @@ _SAMPLED = 160  # tokens, a paragraph; at most one a step, so a sample never tak
 
 class OutOfMemory(Failed):
     """The device's memory is too small for a step: exit code 1."""
+
+
+def run(
+    config: Config | Mapping[str, Mapping[str, Any]] | None = None,
+    out: Path | str | None = None,
+    console: Console | None = None,
+    allow_change: Sequence[str] = (),
+    profile: int = 0,
+) -> Path:
+    """Train the run of a configuration, as `narrowgauge train` does.
+
+    Args:
+        config: a configuration, or nested values for one; None for the embedded default.
+        out: the run directory; None for `default_out`.
+        console: the console for progress; None for standard output.
+        allow_change: `section.key`s whose values may differ from the existing run.
+        profile: the number of steps to profile into DIR/profile, after a few others; 0 for none.
+
+    Returns:
+        The run directory.
+
+    Raises:
+        UserError: configuration, data or directory are invalid; nothing was trained.
+        Preempted: SIGTERM, SIGINT, SIGHUP or SIGUSR1 arrived; the state is saved.
+        StoppedEarly: one of them arrived before the first step.
+        Diverged: more than `guard.max_skips` steps in a row were skipped, or too many rollbacks.
+        Corrupted: values that must be equal differ (`guard.check_every`, `guard.replay_every`).
+        OutOfMemory: a step needs more memory than there is.
+        PoisonedError: weights or moments became non-finite; existing checkpoints are unchanged.
+        SaveError: the last save or one requested by a signal failed, or too many in a row.
+    """
+    require_posix("a run")
+    check_keys(allow_change)
+    resolved = resolve(config, out, allow_change)
+    path = resolved.path
+    console = (console or Console()) if resolved.world.rank == 0 else Console(quiet=True)
+    with (
+        machine.memory_kept(resolved.device),
+        stop_requests() as requests,
+        Display(console, resolved.config.training.steps, resolved.config.log.every) as display,
+    ):
+        patience = resolved.config.training.hang_timeout
+        with init_process_group(resolved.world, resolved.device, patience) as coordinator:
+            dataset = open_checked_data(resolved.config, coordinator, display.stage)
+            with lock_run(path, coordinator.rank, coordinator.barrier):
+                requests.save_first()  # until the directory has a status
+                changes = claim_together(path, resolved.config, dataset.digest, coordinator, allow_change)
+                if changes is None:
+                    display.log(f"{path} is done; to train again, name another directory with --out")
+                else:
+                    missing = kernels_missing(resolved.device)
+                    for sentence in (resolved.config.warning, resolved.choice, missing, *resolved.placement):
+                        if sentence:
+                            display.log(sentence)
+                    _train(resolved, dataset, coordinator, display, requests, changes, profile)
+    return path
+
+
+def _train(
+    resolved: Run,
+    dataset: Dataset,
+    coordinator: Coordinator,
+    display: Display,
+    requests: Requests,
+    changes: ConfigDiff,
+    profiled_steps: int,
+) -> None:
+    """Train in the locked run directory, and record how the run ended."""
+    config, path, device = resolved.config, resolved.path, resolved.device
+    profile = Profile(path / "profile", coordinator.rank, device, profiled_steps)
+    values = config.model_dump(mode="json")
+    sinks = Loggers({name: partial(SINKS[name], path, values) for name in config.log.sinks}, display.log)
+    directory = (RunWriter if coordinator.rank == 0 else NullRunWriter)(path, display.log, sinks=sinks)
+    checkpointer = Checkpointer(directory, display.log, coordinator, config.checkpoint.asynchronous)
+    coordinator.record_failures_in(path, lambda cause: RunDirectory(path).set_status("failed", cause))
+    try:
+        with coordinator.first_failure():
+            requests.nothing_to_save()
+            run_id = ""
+            if coordinator.rank == 0:
+                run_id = directory.run_id(dataset.digest)
+                dataset.tokenizer.save(directory.tokenizer)
+                if weights := config.model.weights:  # for a later export
+                    directory.keep_special_tokens(RunDirectory(Path(weights)).special_tokens())
+            arithmetic = choose_arithmetic(config, directory.lines, device, coordinator, display.log)
+            run_id, live = coordinator.broadcast(run_id), (directory, display, coordinator, checkpointer)
+            context = RunContext(resolved, dataset, *live, run_id, profile, arithmetic)
+            trainer = start_or_resume(context, changes, Mesh(resolved.parallel_dims, device))
+            train(context, trainer, requests)
+            finish(context, trainer)
+    except (Preempted, StoppedEarly) as stop:
+        directory.set_status("preempted", str(stop))
+        raise
+    except StoppedByPeer as stop:
+        directory.set_status("preempted" if stop.code == EXIT_PREEMPTED else "failed", str(stop))
+        raise
+    except BaseException as error:
+        with suppress(OSError):  # if the directory disappeared, the original error matters more
+            directory.require_there()
+            directory.set_status("failed", f"{type(error).__name__}: {error}")
+        if machine.is_out_of_memory(error):
+            raise OutOfMemory(
+                out_of_memory_message(config, device, resolved.memory, resolved.parallel_dims)
+            ) from error
+        raise
+    finally:
+        profile.close()
+        try:  # last: peers learn why this rank ended before it waits for a disk or a network
+            checkpointer.end()
+        finally:
+            sinks.close()
 
 
 def start_or_resume(context: RunContext, changes: Mapping[str, tuple[object, object]], mesh: Mesh) -> Trainer:
@@ -169,7 +293,7 @@ def _measured_step(
 ) -> dict[str, Any]:
     """Take an optimizer step after `seen` tokens, and return its metrics line."""
     config = context.run.config
-    hardware.synchronize(context.run.device)
+    machine.synchronize(context.run.device)
     start = time.perf_counter()
     every, number, gauges = config.gauges.every, trainer.step + 1, None
     is_due = every and (number % every == 0 or number == config.training.steps)  # a short run is read as well
@@ -192,14 +316,12 @@ def _measured_step(
         "tokens_per_s": tokens / seconds,
         "step_ms": 1000 * seconds,
         "mfu": flops / seconds / peak / context.coordinator.size if peak else None,
-        "memory_bytes": hardware.memory_at_peak(context.run.device)["allocated"],
+        "memory_bytes": machine.memory_at_peak(context.run.device)["allocated"],
     }
 
 
 def _profiled(context: RunContext, trainer: Trainer, take: Callable[[], StepResult]) -> StepResult:
     """Take a step; if it completes the requested profile, record and log the step time."""
-    if context.profile is None:
-        return take()
     number, steps = trainer.step + 1, context.run.config.training.steps
     result, step_time = context.profile.step(number, take, is_last=number == steps)
     if step_time is not None:
@@ -212,8 +334,7 @@ def _profiled(context: RunContext, trainer: Trainer, take: Callable[[], StepResu
 def _validate(context: RunContext, trainer: Trainer) -> dict[str, Any]:
     context.coordinator.progress(f"the validation after step {trainer.step}", START)
     config = context.run.config
-    sequences = held_out_sequences(config.training, config.validation.batches)
-    batches = held_out_batches(config, context.dataset.val, sequences=sequences)
+    batches = held_out_batches(config, context.dataset.val, batches=config.validation.batches)
     return validation_loss(trainer.engine, trainer.go_to_sample, batches).record()
 
 

@@ -14,8 +14,8 @@ A raise (`guard.spike = "raise"`) widens the place that broke:
     1. the bad step is computed again under gauges; so is the step after the checkpoint to which the run goes
        back, as a good one for comparison. Neither counts as a step
     2. the place that broke is the first tensor that was finite before its cast but not after it
-       (`nan_tracer`), else the one that the gauges show (`broken_place`). All processes read gauges, and each
-       decides from the lines of all
+       (`step_faults`), else the one that the gauges show (`broken_place`). All processes read gauges, and
+       each decides from the lines of all
     3. the run goes back to the checkpoint and continues with the same data; the place is wider from the next
        step on, for good: whatever broke it may return
 
@@ -29,7 +29,7 @@ same step again, reads the same figures and makes the same decision.
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ from narrowgauge.nn import Gauges
 from narrowgauge.recipes import STATE_PLACES
 from narrowgauge.trainer.checkpoint import DamagedError, steps, verify
 from narrowgauge.trainer.runs.loop.run_context import RunContext
-from narrowgauge.trainer.training.step.nan_tracer import FirstBad
+from narrowgauge.trainer.training.step.step_faults import FirstBad
 from narrowgauge.trainer.training.step.trainer import Trainer
 
 
@@ -146,7 +146,7 @@ def _record_verdict(context: RunContext, trainer: Trainer, verdict: GuardVerdict
     event: dict[str, Any] = {"event": kind, "step": trainer.step, "reason": verdict.reason}
     cause = ""
     if trainer.first_bad is not None:
-        event["first_bad"] = trainer.first_bad.as_json()
+        event["first_bad"] = asdict(trainer.first_bad)
         cause = f"; {trainer.first_bad}"
     context.directory.record(event)
     context.display.log(f"step {trainer.step}: {action}, {verdict.reason}{cause}")

@@ -1,14 +1,28 @@
 """Resolves a configuration into a `Run`: makes every decision before the expensive work starts.
 
-The device, the processes and their layout, the micro-batch, native or emulated, whether it fits in memory:
-each is decided once, here, and only read afterwards.
+The run directory, the device, the processes and their layout, the micro-batch, native or emulated, whether it
+fits in memory: each is decided once, here, and only read afterwards.
 
 Model and data are checked as well: first by the files alone, before anything is read, then completely.
+
+The name of the default run directory includes each key that changes the trajectory and differs from the
+defaults of the model, source and recipe, so another learning rate is another run:
+
+    narrowgauge train                          runs/debug-stdlib-fp8
+    narrowgauge train --lr 1e-3 --seed 3       runs/debug-stdlib-fp8,lr=0.001,seed=3
+
+The name depends only on these values, so the same command line finds its run again. A run may have another
+name, for instance if its values were changed by `--allow-change`. So an existing directory with the same stem
+is taken if its configuration is this one.
 """
 
+import hashlib
+import json
 import os
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,30 +30,44 @@ import torch
 
 from narrowgauge.distributed import ParallelDims, resolve_dims
 from narrowgauge.nn.self_test import verified_backend
-from narrowgauge.recipes import Backend, require_attention_shapes
+from narrowgauge.recipes import Backend, device_facts, require_attention_shapes
+from narrowgauge.system.devices import imagine
 from narrowgauge.system.errors import UserError
-from narrowgauge.system.units import parse_bytes
+from narrowgauge.system.units import human_bytes, parse_bytes
 from narrowgauge.trainer.data import (
     AUTO,
     Dataset,
     count_windows,
     load_tokenizer,
     open_data,
+    split_sources,
     vocabulary_before_reading,
 )
 from narrowgauge.trainer.data.cache import Progress
 from narrowgauge.trainer.distributed import Coordinator, World, check_degrees, world_from
-from narrowgauge.trainer.runs.loop.default_out import default_out
-from narrowgauge.trainer.runs.monitor import hardware
+from narrowgauge.trainer.models import count_parameters
+from narrowgauge.trainer.models.sizes import CUSTOM
+from narrowgauge.trainer.runs.monitor import machine
 from narrowgauge.trainer.runs.monitor.loggers import require_sinks
-from narrowgauge.trainer.runs.monitor.memory_check import require_memory
 from narrowgauge.trainer.runs.run_directory import RunDirectory
-from narrowgauge.trainer.simulate.memory import Memory
-from narrowgauge.trainer.training.config.config import Config, make_config
-from narrowgauge.trainer.training.config.micro_batch import largest_size, what_fits
+from narrowgauge.trainer.simulate import ALONE, Memory, Room, cheaper, estimate_memory, fitting
+from narrowgauge.trainer.simulate.advice import least_state
+from narrowgauge.trainer.training.config.config import (
+    Config,
+    config_keys,
+    largest_size,
+    make_config,
+    what_fits,
+)
+from narrowgauge.trainer.training.config.diff import config_diff, trajectory
 from narrowgauge.trainer.training.config.schema import TrainingSection
 from narrowgauge.trainer.training.outline import placement
-from narrowgauge.trainer.training.step.graph_choice import require_gpu_for_graph
+from narrowgauge.trainer.training.step.build_model import require_gpu_for_graph
+
+FOLDER = "runs"
+LONGEST = 100  # characters of a name, all ASCII; file systems allow 255 bytes
+_LONGEST_VALUE = 24
+_IN_THE_NAME = ("model.name", "data.source", "recipe.name")
 
 
 @dataclass(frozen=True)
@@ -151,7 +179,7 @@ def resolve(
     """Resolve the arguments of `run` for this machine and process, and set up the device."""
     config = config if isinstance(config, Config) else make_config(config or {})
     path = Path(out) if out is not None else default_out(config, allow_change)
-    device = hardware.choose_device(config.training.device)
+    device = machine.choose_device(config.training.device)
     world = world_from(os.environ, torch.cuda.device_count() if device.type == "cuda" else 0)
     if device.type == "cuda" and world.size > 1:
         device = torch.device("cuda", world.device)
@@ -160,7 +188,7 @@ def resolve(
             "guard.replay_every compares every bit of a step computed twice, and a GPU's attention adds in "
             "another order each time; add --training.deterministic true, or leave it out"
         )
-    hardware.use_device(device, config.training.deterministic)
+    machine.use_device(device, config.training.deterministic)
     layout = lay_out(config, world.size, path)
     config, spec = layout.config, layout.config.spec
     require_gpu_for_graph(config, device)
@@ -169,7 +197,7 @@ def resolve(
     check_vocabulary(config)
     memory = require_memory(config, device, layout.parallel_dims)
     if device.type == "cuda" and (limit := parse_bytes(config.training.memory_limit)):
-        share = min(1.0, limit / hardware.total_memory(device))
+        share = min(1.0, limit / machine.total_memory(device))
         torch.cuda.set_per_process_memory_fraction(share, device)  # what the allocator gives out
     tokens = config.training.micro_batch_size * config.data.sequence_length
     sentences = placement(spec.model, spec.recipe, tokens)
@@ -225,3 +253,160 @@ def _require_vocabulary(config: Config, needed: int) -> None:
             f"{origin} has token ids up to {needed - 1}, beyond model.vocab_size = {vocab_size}; "
             f"set --model.vocab_size {needed}, or a smaller tokenizer"
         )
+
+
+def room_here(config: Config, device: torch.device) -> Room:
+    """The memory of a device of this machine that a step may take; a limit represents a GPU of another."""
+    has_host = device.type != "cpu" or bool(config.training.memory_limit)
+    return Room.of(config, machine.total_memory(device), machine.device_name(device), has_host)
+
+
+def require_memory(config: Config, device: torch.device, parallel_dims: ParallelDims = ALONE) -> Memory:
+    """Estimate the memory of a run, and refuse one that cannot fit.
+
+    Linux overcommits a CPU's memory, and silently kills a process that uses more than there is.
+    """
+    total, has_host = machine.total_memory(device), device.type != "cpu"  # a CPU's device is its host
+    parameters = count_parameters(config.spec.model)
+
+    def too_large(state: float) -> str:
+        return (
+            f"the model has {parameters:,} parameters, whose state under recipe {config.recipe.name!r} takes "
+            f"{human_bytes(int(state))}, and this {device.type} has {human_bytes(total)}"
+        )
+
+    share, least = parameters / (parallel_dims.size // parallel_dims.replicate), least_state(config, has_host)
+    if share * min(least.values()) > total:  # so no change is tried
+        raise UserError(f"{too_large(share * least[''])}; choose a smaller --model")
+    with imagine(device_facts(device)):
+        memory, room = estimate_memory(config, parallel_dims), room_here(config, device)
+        on_host = 0 if has_host else sum(memory.host.values())
+        if memory.state + on_host + room.context > total:
+            whole = replace(room, limit=total, has_host=has_host)
+            raise UserError(f"{too_large(memory.state)}; {_advice(config, whole, parallel_dims)}")
+        if (limit := config.training.memory_limit) and not room.fits(memory, parallel_dims):
+            raise UserError(
+                f"a step is expected to take {human_bytes(room.needed(memory, parallel_dims))} with "
+                f"fragmentation, and training.memory_limit is {limit} ({human_bytes(room.limit)}); "
+                f"{_advice(config, room, parallel_dims)}"
+            )
+    return memory
+
+
+def _advice(config: Config, room: Room, parallel_dims: ParallelDims) -> str:
+    options = cheaper(config, room.has_host, parallel_dims)
+    options = [(option, m) for option, m in options if room.fits(m, parallel_dims)]
+    if not options:
+        found = fitting(config, lambda m: room.fits(m, parallel_dims), room.has_host, parallel_dims)
+        options = [found] if found else []
+    if not options:
+        return "no setting and no recipe of narrower state makes it fit: choose a smaller --model"
+    needed = [f"{option} ({human_bytes(room.needed(m, parallel_dims))})" for option, m in options]
+    return f"it fits with {', or '.join(needed)}"
+
+
+def out_of_memory_message(
+    config: Config, device: torch.device, plan: Memory | None, parallel_dims: ParallelDims
+) -> str:
+    """The expected memory of a step, and the changes that lower it, the largest gain first."""
+    what = f"out of memory on {machine.device_name(device)}"
+    advice = (
+        f"lower training.micro_batch_size = {config.training.micro_batch_size}, set --training.recompute true"
+    )
+    if plan is not None:
+        what += f"; a step is expected to take {human_bytes(plan.peak)} ({plan.classes()})"
+        room = room_here(config, device)
+        if reserved := room.reserved(plan):
+            what += (
+                f", and {human_bytes(reserved)} for fragmentation and the driver's context, of "
+                f"{human_bytes(room.limit)}"
+            )
+        what += ", excluding the program itself and the data"
+        if parallel_dims.size == 1:  # simulated process groups cannot coexist with real ones
+            with suppress(MemoryError, RuntimeError), imagine(device_facts(device)):  # too little to estimate
+                lower = [
+                    one for one in cheaper(config, has_host=device.type == "cuda") if one[1].peak < plan.peak
+                ]
+                lower.sort(key=lambda one: one[1].peak)
+                advice = ", ".join(f"{human_bytes(m.peak)} with {option}" for option, m in lower) or advice
+    return f"{what}; {advice}, or choose a smaller --model, and name a new directory with --out"
+
+
+def default_out(config: Config, allowed: Sequence[str] = ()) -> Path:
+    """Choose the run directory of a configuration: that of the run it continues, else a new one.
+
+    `allowed` lists the keys in which the existing run may differ (`--allow-change`).
+    """
+    start = _start(config)
+    named = Path(FOLDER) / _name(start, _changed(config))
+    beside = {Path(FOLDER) / start, *Path(FOLDER).glob(f"{start},*")}
+    changes: dict[Path, set[str]] = {}
+    for path in filter(Path.is_dir, dict.fromkeys([named, *sorted(beside)])):
+        with suppress(UserError):  # not a readable run
+            changes[path] = set(config_diff(RunDirectory(path).config(), config))
+    for path, diff in changes.items():
+        if not diff:
+            return path
+    changed = [path for path, diff in changes.items() if diff <= set(allowed)]
+    if len(changed) > 1 and named not in changed:
+        raise UserError(
+            f"--allow-change {','.join(allowed)} fits {len(changed)} runs ({', '.join(map(str, changed))}); "
+            "name the one that is meant with --out"
+        )
+    return named if named in changed or not changed else changed[0]
+
+
+def _start(config: Config) -> str:
+    """Model, source and recipe, in characters that every file system and shell accepts."""
+    sources = "+".join(filter(None, map(_stem, split_sources(config.data.source)))) or "data"
+    name = f"{_safe(config.model.name)}-{sources}-{_safe(Path(config.recipe.name).stem)}"
+    return name if len(name) <= LONGEST else f"{name[: LONGEST - 9]}-{_digest(name)}"
+
+
+def _stem(source: str) -> str:
+    """The last part of a source that contains a letter: `texts` for `texts/*.md`."""
+    return next(filter(None, (_safe(Path(part).stem) for part in Path(source).parts[::-1])), "")
+
+
+def _name(start: str, changed: Mapping[str, Any]) -> str:
+    """The start and the keys that differ; a digest of all keys if some do not fit or are abbreviated."""
+    parts = [_part(key, value) for key, value in changed.items()]
+    shown = ",".join([start, *(text for text, _ in parts)])
+    if len(shown) <= LONGEST and all(is_whole for _, is_whole in parts):
+        return shown
+    end = f",{_digest(json.dumps(changed, sort_keys=True))}"
+    name = start
+    for text, _ in parts:
+        if len(name) + 1 + len(text) + len(end) <= max(LONGEST, len(start) + len(end)):
+            name += f",{text}"
+    return name + end
+
+
+def _changed(config: Config) -> dict[str, Any]:
+    """The keys that change the trajectory and differ from the defaults of the model, source and recipe."""
+    size = {"name": config.model.name} if config.model.name != CUSTOM else {}
+    data, recipe = {"source": config.data.source}, {"name": config.recipe.name}
+    base = make_config({"model": size, "data": data, "recipe": recipe})
+    new = {f"{s}.{k}": v for s, table in trajectory(config).items() for k, v in table.items()}
+    keys = [key for key in config_diff(base, config) if key not in _IN_THE_NAME]
+    return {key: new.get(key) for key in keys}
+
+
+def _part(key: str, value: Any) -> tuple[str, bool]:
+    """`lr=0.001`, and whether it shows the whole value."""
+    ending = key.partition(".")[2]
+    is_shared = [other.partition(".")[2] for other in config_keys()].count(ending) > 1
+    if isinstance(value, dict):
+        return f"{key if is_shared else ending}={_safe(str(value.get('cast', 'table')))}", False
+    values = value if isinstance(value, list) else [value]
+    whole = "+".join(str(v).lower() if isinstance(v, bool) else str(v) for v in values)
+    text = _safe(whole)[:_LONGEST_VALUE]
+    return f"{key if is_shared else ending}={text}", text == whole
+
+
+def _safe(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_.+-]+", "-", text).strip("-.")
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:8]

@@ -36,8 +36,8 @@ from narrowgauge.trainer.data import Dataset
 from narrowgauge.trainer.distributed import NEVER, START, Coordinator
 from narrowgauge.trainer.models import count_parameters, flops_per_token
 from narrowgauge.trainer.runs.loop.resolve import Run
-from narrowgauge.trainer.runs.monitor import hardware, yardstick
-from narrowgauge.trainer.runs.monitor.arithmetic import Arithmetic
+from narrowgauge.trainer.runs.monitor import machine
+from narrowgauge.trainer.runs.monitor.machine import Arithmetic
 from narrowgauge.trainer.runs.monitor.profiler import Profile
 from narrowgauge.trainer.runs.monitor.progress import Display
 from narrowgauge.trainer.runs.run_directory import RunWriter
@@ -74,22 +74,23 @@ class Checkpointer:
         with self._recording_failure(trainer.step, must):
             if self._saver is None:
                 trainer.save(directory, run_id, self.coordinator.control)
-                self._succeeded(trainer.step)
-                return
-            local_tensors, state = trainer.local_tensors(), trainer.state()
-            self._saver.save(directory, trainer.step, local_tensors, state, keep, run_id)
+            else:
+                local_tensors, state = trainer.local_tensors(), trainer.state()
+                self._saver.save(directory, trainer.step, local_tensors, state, keep, run_id)
             self._pending = trainer.step
-        if must:
+        if must or self._saver is None:
             self.settle(must)
 
     def settle(self, must: bool = False) -> None:
         """Wait for the pending save, if any, and record its result. Raises the same errors as `save`."""
-        if self._saver is None or self._pending is None:
-            return
         step, self._pending = self._pending, None
+        if step is None:
+            return
         with self._recording_failure(step, must):
-            self._saver.wait()
-            self._succeeded(step)
+            if self._saver is not None:
+                self._saver.wait()
+            self.failures = 0
+            self.directory.record({"event": "save", "step": step})
 
     def end(self) -> None:
         """Wait for a pending save when the run ends; its errors do not hide the cause of the end."""
@@ -99,10 +100,6 @@ class Checkpointer:
             self.settle()
         with suppress(RuntimeError):
             self._saver.close()
-
-    def _succeeded(self, step: int) -> None:
-        self.failures = 0
-        self.directory.record({"event": "save", "step": step})
 
     @contextmanager
     def _recording_failure(self, step: int, must: bool) -> Iterator[None]:
@@ -133,7 +130,7 @@ class RunContext:
     coordinator: Coordinator
     checkpointer: Checkpointer
     run_id: str  # the id that a checkpoint must have to be resumed
-    profile: Profile | None  # the profile of some steps, if requested
+    profile: Profile  # of some steps, or of none
     arithmetic: Arithmetic  # of a CPU
 
     @cached_property
@@ -145,17 +142,17 @@ class RunContext:
         except PackageNotFoundError:  # imported from source without being installed
             installed = "from source"
         origin = {"time": now(), "host": platform.node(), "version": installed, "command": command_line()}
-        peak = yardstick.Yardstick(None, "")
+        peak = machine.Yardstick(None, "")
         if self.coordinator.rank == 0:  # it records for all; simultaneous measurements would slow each other
-            peak = yardstick.yardstick(run.device, DTYPES[config.spec.recipe.compute])
+            peak = machine.yardstick(run.device, DTYPES[config.spec.recipe.compute])
         return {
             **origin,
             "recipe": config.spec.recipe.name,
             "backend": run.backend.name,
             "backend_reason": run.backend.reason,
             "placement": run.placement,
-            "device": hardware.device_name(run.device),
-            **self.arithmetic.facts,
+            "device": machine.device_name(run.device),
+            **self.arithmetic,
             "threads": torch.get_num_threads(),
             "processes": self.coordinator.size,
             "torch": torch.__version__,

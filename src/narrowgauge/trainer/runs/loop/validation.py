@@ -28,7 +28,7 @@ from narrowgauge.trainer.distributed import Engine
 from narrowgauge.trainer.models import IGNORED
 from narrowgauge.trainer.runs.run_directory import EVALUATION
 from narrowgauge.trainer.runs.use.branch import with_recipe
-from narrowgauge.trainer.runs.use.trained_model import TrainedRun
+from narrowgauge.trainer.runs.use.trained_model import TrainedRun, held_out_batches
 from narrowgauge.trainer.training.step.build_model import build_model
 
 PARTS = 32  # of the held-out tokens; how far a gap differs between them is its sampling error
@@ -121,7 +121,7 @@ def token_bytes(tokenizer: Tokenizer) -> torch.Tensor:
 
 def held_out_loss(trained: TrainedRun, tokens: Mixture, length: int, batches: int | None) -> float:
     """The mean loss of a run in nats per token, as `two_losses`."""
-    held_out = trained.held_out(tokens, length, batches)
+    held_out = held_out_batches(trained.config, tokens, length, batches)
     return validation_loss(Engine.alone(trained.model), trained.go_to_sample, held_out).mean
 
 

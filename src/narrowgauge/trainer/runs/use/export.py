@@ -12,8 +12,9 @@ under its recipe, in sequences of the run's length; the amax of each layer's inp
 scale clips what is larger in another text, so it should be like the text that will be served.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -25,7 +26,6 @@ from narrowgauge.system.errors import UserError, unknown
 from narrowgauge.system.files import staged_directory
 from narrowgauge.trainer.checkpoint import save
 from narrowgauge.trainer.checkpoint.interop.activations import (
-    InputScale,
     amax_of_scale,
     before_the_casts,
     in_llama_cpp,
@@ -123,7 +123,7 @@ def export_model(
 
 
 def write_export(
-    folder: Path, source: TrainedRun, to: str, dtype: str | None, scales: Mapping[str, InputScale]
+    folder: Path, source: TrainedRun, to: str, dtype: str | None, scales: Mapping[str, float]
 ) -> list[str]:
     """Fill an empty folder with the files of a format; returns the sentences on what is held otherwise."""
     model, weights, stored = source.model, source.weights(), _plain_dtype(to, dtype)
@@ -146,7 +146,7 @@ def _plain_dtype(to: str, dtype: str | None) -> torch.dtype:
 
 
 def _read_back(
-    folder: Path, source: TrainedRun, to: str, dtype: str | None, scales: Mapping[str, InputScale]
+    folder: Path, source: TrainedRun, to: str, dtype: str | None, scales: Mapping[str, float]
 ) -> None:
     """Refuse files that do not hold what the run multiplies, or the scales of activations."""
     model, weights, stored = source.model, source.weights(), _plain_dtype(to, dtype)
@@ -158,14 +158,14 @@ def _read_back(
     if to in QUANTIZED:
         narrow = narrow_layers(model)
         expected |= {f"{name}.weight": layer.forward_weight() for name, layer in narrow.items()}
-        casts = {name: layer.spec.casts["fprop.x"] for name, layer in narrow.items()}
-        amaxes = {name: amax_of_scale(casts[name], s.decode, divides=False) for name, s in scales.items()}
+        casts = {name: narrow[name].spec.casts["fprop.x"] for name in scales}
+        amaxes = {name: amax_of_scale(x, scales[name], x.block is not None) for name, x in casts.items()}
         for wrong in wrong_input_scales(folder, model, amaxes, within=1 + 2.0**-20):
             raise UserError(f"the exported files were read back, and {wrong}; nothing was kept")
     require_read_back(read_external_model(folder).tensors, expected)
 
 
-def activation_scales(trained: TrainedRun, source: str) -> dict[str, InputScale]:
+def activation_scales(trained: TrainedRun, source: str) -> dict[str, float]:
     """The scale of the input of each layer that can store one, by our names (`activations.scale_of_amax`).
 
     `source` is a source of text, as of a run, or `RECORDED`.
@@ -199,7 +199,7 @@ def layers_with_scales(model: torch.nn.Module) -> dict[str, Linear]:
     return {n: layer for n, layer in layers.items() if needs_scale(layer.spec.casts["fprop.x"])}
 
 
-def _measured(trained: TrainedRun, source: str, layers: dict[str, Linear]) -> dict[str, InputScale | None]:
+def _measured(trained: TrainedRun, source: str, layers: dict[str, Linear]) -> dict[str, float | None]:
     dataset, length = run_data(trained, source), trained.config.data.sequence_length
     with input_amaxes(layers) as amaxes, torch.no_grad():
         for number, window in enumerate(validation_batches(dataset.train, 1, length, sequences=SEQUENCES)):
@@ -222,15 +222,12 @@ def input_amaxes(layers: dict[str, Linear]) -> Iterator[dict[str, float]]:
     """The largest magnitude of the inputs of layers, in what runs meanwhile."""
     found: dict[str, float] = {}
 
-    def hook(name: str) -> Callable[..., None]:
-        def see(_: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-            if inputs[0].numel():
-                amax = float(inputs[0].abs().max())
-                found[name] = amax if amax != amax else max(found.get(name, 0.0), amax)
+    def see(name: str, _: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        if inputs[0].numel():
+            amax = float(inputs[0].abs().max())
+            found[name] = amax if amax != amax else max(found.get(name, 0.0), amax)
 
-        return see
-
-    handles = [layer.register_forward_pre_hook(hook(name)) for name, layer in layers.items()]
+    handles = [layer.register_forward_pre_hook(partial(see, name)) for name, layer in layers.items()]
     try:
         yield found
     finally:
@@ -241,7 +238,7 @@ def input_amaxes(layers: dict[str, Linear]) -> Iterator[dict[str, float]]:
 def differences_from_run(folder: Path, source: TrainedRun, to: str) -> list[Difference]:
     """The tensors of an export that are not those of its run, in whichever dtype its plain weights are."""
     has_scales = to in QUANTIZED and has_input_scales(folder)
-    scales = dict.fromkeys(layers_with_scales(source.model), InputScale(1.0, 1.0)) if has_scales else {}
+    scales = dict.fromkeys(layers_with_scales(source.model), 1.0) if has_scales else {}
     found: list[list[Difference]] = []
     for dtype in (None, *DTYPES):
         with TemporaryDirectory() as temporary:

@@ -10,23 +10,45 @@ a difference, whatever the loss. Then three forward passes read the held-out tex
 The difference between trainer and server is what a user gets. File and server differ by the server's
 arithmetic, and widely if it reads a weight or a scale wrong; trainer and file differ by the formats of
 training's inputs. Log-probabilities are compared over the whole vocabulary, in float64.
+
+Programs serve models each in a separate process on the CPU: logits of a sequence, ids of a text.
+
+    llama.cpp       through llama-cpp-python, from a GGUF file
+    transformers    AutoModelForCausalLM, plain weights in float32, narrow ones in the dtype of their folder;
+                    also as `compressed-tensors`, the package by which it multiplies narrow weights
+    vllm            LLM.generate, whose log-probabilities of a prompt stand for logits; vLLM 0.32 for CPUs has
+                    no kernel for NVFP4 or for FP8 under one scale, and keeps plain weights in bfloat16
+
+A server that crashes ends its process alone, and an error gives its last words. llama.cpp keeps keys and
+values in fp16, as it does by default. Its repacked weights are off, because llama-cpp-python 0.3.36 crashes
+in them (Q8_0, on a CPU that reports AMX).
 """
 
 import json
 import math
-from collections.abc import Callable, Iterator
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib import import_module, metadata
+from importlib.util import find_spec
 from itertools import takewhile
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from traceback import format_exception_only
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from narrowgauge.system.errors import UserError, unknown
+from narrowgauge.system.processes import Answering
 from narrowgauge.system.t_interval import Interval, interval
 from narrowgauge.trainer.checkpoint.interop.activations import input_formats
 from narrowgauge.trainer.checkpoint.interop.external_model import read_external_model
+from narrowgauge.trainer.checkpoint.interop.gguf_file import GGUF_FILE
 from narrowgauge.trainer.checkpoint.interop.quantized_export import narrow_layers
 from narrowgauge.trainer.checkpoint.interop.read_back import (
     Difference,
@@ -44,12 +66,15 @@ from narrowgauge.trainer.runs.use.export import (
     input_amaxes,
     layers_with_scales,
 )
-from narrowgauge.trainer.runs.use.servers import require_installed, serve
 from narrowgauge.trainer.runs.use.trained_model import TrainedRun, open_run, plain_model, run_data
 
 EQUAL, DIFFERENT, UNDECIDED = "equal", "different", "undecided"
 
 _HEAD = ("", "loss", "server less it", "KL", "largest", "log p off by", "largest", "same top")
+_SUBJECT = (
+    "{run} at step {step}, {sequences} sequences of {sequence_length} tokens, served by {server} {version} "
+    "from {format}"
+)
 _ROW = "{:8}  {:>9}  {:>14}  {:>8}  {:>8}  {:>12}  {:>8}  {:>8}"
 _LISTED = 5  # tensors that the text names; JSON has all
 
@@ -86,9 +111,8 @@ class Compared:
 class Served:
     """What `served` found; losses are in nats per token."""
 
-    run: tuple[Path, int]  #: the run, and its step
-    server: tuple[str, str, str]  #: its name, its version, the format it reads
-    sequences: tuple[int, int]  #: their number, and the tokens of each
+    #: "run" and "step"; "server", "version" and the "format" that it reads; "sequences", "sequence_length"
+    subject: dict[str, Any]
     losses: dict[str, float]  #: of "trainer", "file" and "server"
     to_trainer: Compared  #: trainer and server
     to_file: Compared  #: file and server
@@ -135,10 +159,8 @@ class Served:
 
     def as_json(self) -> dict[str, Any]:
         """The result for programs."""
-        names = ("run", "step", "server", "version", "format", "sequences", "sequence_length")
-        subject = (str(self.run[0]), self.run[1], *self.server, *self.sequences)
         values = {
-            **dict(zip(names, subject, strict=True)),
+            **self.subject,
             **{"losses": self.losses, "margin": self.margin},
             **{"verdict": self.verdict, "file_verdict": self.file_verdict},
             "trainer_and_server": self.to_trainer.as_json(),
@@ -153,9 +175,7 @@ class Served:
 
     def table(self) -> str:
         """The result as text."""
-        (run, step), (count, length), (name, version, format) = self.run, self.sequences, self.server
-        subject = f"{run} at step {step}, {count} sequences of {length} tokens, served by {name} {version}"
-        lines = [f"{subject} from {format}", "", _ROW.format(*_HEAD)]
+        lines = [_SUBJECT.format(**self.subject), "", _ROW.format(*_HEAD)]
         for which, c in (("trainer", self.to_trainer), ("file", self.to_file)):
             n, mean = c.as_json(), f"{interval(c.differences).mean:+.5f}"
             numbers = [f"{v:.2g}" for name in ("kl", "log_probability_change") for v in n[name].values()]
@@ -243,9 +263,10 @@ def served(
     narrow = narrow_layers(trained.model)
     pairs = [(plain.get_parameter(f"{n}.weight"), layer.forward_weight()) for n, layer in narrow.items()]
     weights = (sum(is_same(theirs, ours) for theirs, ours in pairs), len(pairs))
-    inputs, of_server = tuple(input_formats(trained.model)), (server, version, format)
-    subject = ((run, trained.step), of_server, (len(windows), length), losses)
-    return Served(*subject, to_trainer, to_file, texts, margin, weights, inputs, tuple(different))
+    subject = {"run": str(run), "step": trained.step, "server": server, "version": version, "format": format}
+    subject |= {"sequences": len(windows), "sequence_length": length}
+    inputs = tuple(input_formats(trained.model))
+    return Served(subject, losses, to_trainer, to_file, texts, margin, weights, inputs, tuple(different))
 
 
 def _other_ids(
@@ -258,3 +279,130 @@ def _other_ids(
     ends = [list(takewhile(lambda i: i != tokenizer.end_of_document, ids)) for ids in sequences]
     texts = [text for ids in ends if (text := tokenizer.decode(ids))]
     return sum(ask("ids", text) != tokenizer.encode(text) for text in texts), len(texts)
+
+
+Answers = Mapping[str, Callable[[Any], Any]]
+_GRACE_S = 60.0  # for libraries to end their processes, and to return what they share with others
+#: The module of each server, and how to install it.
+_MODULES = {
+    "llama.cpp": ("llama_cpp", "llama-cpp-python"),
+    "transformers": ("transformers", "transformers"),
+    "compressed-tensors": ("compressed_tensors", "transformers compressed-tensors"),
+    "vllm": ("vllm", "vllm"),
+}
+
+
+def require_installed(name: str) -> None:
+    """Check that the package of a server is there; a `UserError` if not."""
+    module, package = _MODULES[name]
+    if find_spec(module) is None:
+        raise UserError(f"{name} is not installed here; python -m pip install {package}")
+
+
+@contextmanager
+def serve(name: str, folder: Path, length: int) -> Iterator[Callable[..., Any]]:
+    """Serve the model in a folder, for sequences of up to `length` tokens; `ask(question, value)` answers.
+
+    version           of its package
+    logits   ids      float32 (T, V), after each token
+    ids      text     without those that begin a text
+    """
+    with TemporaryDirectory() as temporary:
+        words = Path(temporary) / "words"
+        process = Answering(_serving, name, str(folder), length, torch.get_num_threads(), str(words))
+
+        def ask(question: str, value: object = None) -> Any:
+            try:
+                return process.ask((question, value))
+            except Exception as error:
+                said = words.read_text(errors="replace") if words.exists() else ""
+                found = re.search(r".*ASSERT.*|\b[A-Z]\w+Error: .+", said)
+                reason = found.group() if found else format_exception_only(error)[-1].strip()
+                raise UserError(
+                    f"{name} did not serve the model: {reason}; try another --with or --to, or report it to "
+                    f"{name}"
+                ) from None
+
+        try:
+            yield ask
+        finally:
+            process.end(grace_s=_GRACE_S)
+
+
+@contextmanager
+def _serving(
+    name: str, folder: str, length: int, threads: int, words: str
+) -> Iterator[Callable[[tuple[str, Any]], object]]:
+    with open(words, "wb") as file:  # libraries in C and processes of a server write there
+        for descriptor in (1, 2):
+            os.dup2(file.fileno(), descriptor)
+    torch.set_num_threads(threads)
+    serve = {"llama.cpp": _llama_cpp, "vllm": _vllm}.get(name, _transformers)
+    answers = serve(Path(folder), length)
+    try:
+        yield lambda request: answers[request[0]](request[1])
+    finally:
+        answers.get("end", lambda _: None)(None)
+
+
+def _llama_cpp(folder: Path, length: int) -> Answers:
+    module, threads = import_module("llama_cpp"), torch.get_num_threads()
+    defaults = module.llama_cpp.llama_model_default_params
+
+    def without_repacking() -> Any:
+        values = defaults()
+        values.use_extra_bufts = False
+        return values
+
+    module.llama_cpp.llama_model_default_params = without_repacking
+    options = {"n_ctx": length, "n_batch": length, "logits_all": True, "verbose": False}
+    model = module.Llama(str(folder / GGUF_FILE), **options, n_threads=threads, n_threads_batch=threads)
+
+    def logits(ids: list[int]) -> NDArray[np.float32]:
+        model.reset()
+        model.eval(ids)
+        return np.array(model.scores[: len(ids)], np.float32)
+
+    return {
+        "version": lambda _: module.__version__,
+        "logits": logits,
+        "ids": lambda text: model.tokenize(text.encode("utf-8"), add_bos=False, special=False),
+    }
+
+
+def _vllm(folder: Path, length: int) -> Answers:
+    module = import_module("vllm")
+    model = module.LLM(model=str(folder), max_model_len=length + 2, max_logprobs=-1, enforce_eager=True)
+    asked = module.SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=-1, detokenize=False)
+
+    def logits(ids: list[int]) -> NDArray[np.float32]:
+        prompt = {"prompt_token_ids": [*ids, ids[-1]]}  # the first token of a prompt has no probabilities
+        (found,) = model.generate([prompt], asked, use_tqdm=False)
+        rows = [{i: entry.logprob for i, entry in row.items()} for row in found.prompt_logprobs[1:]]
+        return np.array([[row[i] for i in range(len(row))] for row in rows], np.float32)
+
+    return {
+        "version": lambda _: module.__version__,
+        "logits": logits,
+        "ids": lambda text: model.get_tokenizer().encode(text, add_special_tokens=False),
+        "end": lambda _: model.llm_engine.engine_core.shutdown(),  # its processes outlive this one
+    }
+
+
+def _transformers(folder: Path, _: int) -> Answers:
+    module = import_module("transformers")
+    is_narrow = "quantization_config" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    dtype = "auto" if is_narrow else torch.float32
+    model = module.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+
+    @torch.no_grad()
+    def logits(ids: list[int]) -> NDArray[np.float32]:
+        found: NDArray[np.float32] = model(torch.tensor([ids])).logits[0].float().numpy()
+        return found
+
+    def ids(text: str) -> list[int]:
+        tokenizer = module.AutoTokenizer.from_pretrained(folder)
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    package = f" with compressed-tensors {metadata.version('compressed-tensors')}" if is_narrow else ""
+    return {"version": lambda _: module.__version__ + package, "logits": logits, "ids": ids}

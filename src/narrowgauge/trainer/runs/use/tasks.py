@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from narrowgauge.system.errors import UserError
-from narrowgauge.trainer.checkpoint.interop import huggingface
+from narrowgauge.trainer.checkpoint.interop.huggingface import CONFIG
 from narrowgauge.trainer.data.signatures import LlmcMagic
 from narrowgauge.trainer.models import Transformer
 from narrowgauge.trainer.runs.use.export import export_run
@@ -163,7 +163,7 @@ def harness_scores(
         )
     with TemporaryDirectory() as temporary:
         folder = run
-        if not huggingface.is_folder(run):
+        if not (run / CONFIG).is_file():
             folder = Path(temporary) / "model"
             export_run(run, "hf", folder)
         evaluation = harness.simple_evaluate(

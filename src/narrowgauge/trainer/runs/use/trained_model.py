@@ -31,11 +31,9 @@ from narrowgauge.trainer.data.cache import Progress
 from narrowgauge.trainer.data.token_files.source import token_files
 from narrowgauge.trainer.models import Transformer
 from narrowgauge.trainer.models.sizes import name_of
-from narrowgauge.trainer.runs.monitor.arithmetic import Arithmetic, AttentionShape
-from narrowgauge.trainer.runs.monitor.hardware import choose_device, use_device
+from narrowgauge.trainer.runs.monitor.machine import arithmetic_of, choose_device, compute_by, use_device
 from narrowgauge.trainer.runs.run_directory import RunDirectory
-from narrowgauge.trainer.training.config.config import Config, make_config
-from narrowgauge.trainer.training.config.micro_batch import held_out_sequences
+from narrowgauge.trainer.training.config.config import Config, held_out_sequences, make_config
 from narrowgauge.trainer.training.step.build_model import go_to, model_of
 
 # Sequence length for an imported model, whose training length is unknown; short enough for a CPU.
@@ -72,11 +70,6 @@ class TrainedRun:
     def go_to_sample(self, first: int) -> None:
         """Set the position in the step of the first sequence of the next forward pass."""
         go_to(self.model, self.config, self.step, first)
-
-    def held_out(self, tokens: Mixture, length: int, batches: int | None) -> Iterator[Batch]:
-        """Held-out sequences of `length` tokens, as many as in `batches` of the run's; None for all."""
-        sequences = None if batches is None else held_out_sequences(self.config.training, batches)
-        return held_out_batches(self.config, tokens, length, sequences)
 
     def weights(self) -> dict[str, torch.Tensor]:
         """The weights by parameter name as float32 on the CPU, in whatever format the recipe keeps them."""
@@ -136,7 +129,7 @@ def open_run(path: Path, device: str = "auto", tokenizer: Path | None = None) ->
             f"{config.checkpoint.every} steps; continue the run first"
         )
     if target.type == "cpu" and (lines := directory.lines()):
-        Arithmetic.of(lines, AttentionShape.of(config)).choose()
+        compute_by(arithmetic_of(config, lines))
     in_force, model = model_of(config, checkpoint := load(newest), target)
     saved = directory.tokenizer if directory.tokenizer.is_file() else None
     return TrainedRun(path, in_force, model, checkpoint.step, tokenizer or saved, directory.special_tokens())
@@ -166,11 +159,12 @@ def imported_config(external: ExternalModel, source: str = "stdlib") -> Config:
 
 
 def held_out_batches(
-    config: Config, tokens: Mixture, length: int = 0, sequences: int | None = None
+    config: Config, tokens: Mixture, length: int = 0, batches: int | None = None
 ) -> Iterator[Batch]:
-    """Held-out tokens in a run's micro-batches, of its length or another; `sequences`, or all."""
+    """Held-out sequences of `length` tokens (0: the run's), as many as in `batches` of it; None for all."""
     data, size = config.data, config.training.micro_batch_size
     length = length or data.sequence_length
+    sequences = None if batches is None else held_out_sequences(config.training, batches)
     return validation_batches(tokens, size, length, None, data.separate_documents, sequences)
 
 

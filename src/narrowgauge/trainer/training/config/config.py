@@ -3,7 +3,14 @@
 Values come from the defaults below, a TOML file and `--section.key VALUE`; later ones override earlier ones.
 Both the file and the command line end in `make_config`, so there is one set of names, one set of rules and
 one form of error messages. The defaults are the embedded run: a model of a few million parameters on the
-source text of Python.
+source text of Python. A configuration has a name if it is a file in `shipped/` of this folder, or a model
+whose training is published (`models/published.toml`): `narrowgauge train gpt3-345m` needs no checkout.
+
+**The size of a micro-batch.** Each data-parallel process has an equal share of a step's sequences, in whole
+micro-batches. A pipeline needs at least as many micro-batches as it has stages; with several chunks a
+multiple of them (interleaved 1F1B). A size that the user sets is never changed. Otherwise
+(`training.fit_micro_batch`) a run uses the largest that fits, up to `training.micro_batch_size`: the default,
+or the size that an existing run already has.
 """
 
 import math
@@ -20,18 +27,20 @@ from narrowgauge.guard.raises import Raise, require_raising
 from narrowgauge.optim import decay_start, learning_rate
 from narrowgauge.recipes import BACKENDS, GROUPS, KEYS, Recipe, recipe
 from narrowgauge.system.errors import UserError, require, unknown
-from narrowgauge.system.files import named_text
+from narrowgauge.system.files import named_text, shipped_names, shipped_text
 from narrowgauge.system.toml_text import parse_toml, toml_value
 from narrowgauge.trainer import data
 from narrowgauge.trainer.models import model_config
+from narrowgauge.trainer.models.published import Published, published, published_names
 from narrowgauge.trainer.training.config import schema
-from narrowgauge.trainer.training.config.micro_batch import largest_size, what_fits
-from narrowgauge.trainer.training.config.named import config_names, named_config
 from narrowgauge.trainer.training.config.synonyms import Key, outside, unknown_key
 from narrowgauge.trainer.training.outline import require_layers
 
 if TYPE_CHECKING:
     from narrowgauge.trainer.distributed import ModelSpec
+
+Values = dict[str, dict[str, Any]]
+_SHIPPED = "trainer/training/config/shipped"
 
 
 class Config(schema.Section):
@@ -203,8 +212,11 @@ def load_values(path: Path) -> dict[str, Any]:
     Raises:
         UserError: the file is missing, unreadable or not TOML, or a section in it is not a table.
     """
-    if not path.exists() and (named := named_config(str(path))) is not None:
-        return named
+    name = str(path)
+    if not path.exists() and name in shipped_names(_SHIPPED):
+        return parse_toml(shipped_text(_SHIPPED, name), f"configuration {name}")
+    if not path.exists() and (found := published(name)) is not None:
+        return published_config(name, found)
     if path.is_dir():
         own = path / "config.toml"
         hint = f"that of this run is {own}" if own.is_file() else "name a .toml file"
@@ -293,3 +305,100 @@ def _unknown_section(found: Mapping[str, object]) -> UserError:
     if isinstance(value, Mapping):
         return unknown("section", name, Config.model_fields)
     return outside(name, value, config_keys())
+
+
+def fitting_sizes(batch_size: int, dims: ParallelDims) -> list[int]:
+    """The micro-batch sizes that fit, ascending; empty if the processes cannot have equal shares.
+
+    >>> fitting_sizes(24, ParallelDims(shard=2))
+    [1, 2, 3, 4, 6, 12]
+    >>> fitting_sizes(24, ParallelDims(shard=2, pipeline=4, chunks=2))
+    [1, 3]
+    """
+    share, rest = divmod(batch_size, dims.data)
+    if rest:
+        return []
+    low = [n for n in range(1, math.isqrt(share) + 1) if share % n == 0]
+    counts = {size: share // size for size in {*low, *(share // n for n in low)}}
+    return sorted(
+        size
+        for size, count in counts.items()
+        if count >= dims.pipeline and (dims.chunks == 1 or count % dims.pipeline == 0)
+    )
+
+
+def largest_size(batch_size: int, dims: ParallelDims, most: int) -> int:
+    """The largest size that fits, up to `most` sequences; `most` if none fits."""
+    return max((size for size in fitting_sizes(batch_size, dims) if size <= most), default=most)
+
+
+def held_out_sequences(training: schema.TrainingSection, batches: int) -> int:
+    """The number of sequences of a validation of `batches` micro-batches of a single process.
+
+    A micro-batch chosen smaller for several processes does not reduce it, so a validation uses the same text
+    on any number of processes, and after a resume.
+    """
+    size = training.micro_batch_size
+    if training.fit_micro_batch:
+        most = schema.TrainingSection.model_fields["micro_batch_size"].default
+        size = largest_size(training.batch_size, ParallelDims(), most)
+    return batches * size
+
+
+def next_batch_size(training: schema.TrainingSection, dims: ParallelDims) -> int:
+    """The smallest batch of at least this size that fits, with this micro-batch if the user set it."""
+    unit = dims.data * dims.pipeline * (1 if training.fit_micro_batch else training.micro_batch_size)
+    return -(-training.batch_size // unit) * unit
+
+
+def what_fits(training: schema.TrainingSection, dims: ParallelDims) -> str:
+    """The keys and values that would fit, to end an error message."""
+    micro, more = training.micro_batch_size, f"--training.batch_size {next_batch_size(training, dims)}"
+    sizes = fitting_sizes(training.batch_size, dims)
+    if not sizes:
+        return f"set {more}"
+    near = sorted(sorted(sizes, key=lambda size: abs(size - micro))[:4], reverse=True)
+    listed = " or ".join(map(str, near))
+    return f"set --training.micro_batch_size {listed}, leave it out and one is chosen, or set {more}"
+
+
+def config_names() -> list[str]:
+    """Sorted names of the configurations that ship."""
+    return sorted({*shipped_names(_SHIPPED), *published_names()})
+
+
+def published_config(name: str, found: Published, steps: int | None = None) -> Values:
+    """The values of a published training; other than its steps shorten the warm-up to a tenth of them."""
+    count, warmup = steps or found.steps, found.warmup_steps
+    values: Values = {
+        "model": {"name": name},
+        "data": {"sequence_length": found.sequence_length},
+        "training": {"steps": count, "batch_size": found.batch_size},
+        "optimizer": {"lr": found.lr},
+        "schedule": {
+            "warmup_steps": warmup if count >= found.steps else max(1, min(warmup, count // 10)),
+            "final_lr_fraction": found.final,
+        },
+    }
+    if found.weight_decay is not None:
+        values["optimizer"]["weight_decay"] = found.weight_decay
+    return values
+
+
+def with_published(values: Values) -> tuple[Values, str]:
+    """The values, with missing keys from the model's published training, and a sentence about it.
+
+    A model without one, or with a published training of which every key is given, leaves the values as they
+    are, and the sentence is empty.
+    """
+    name = values.get("model", {}).get("name", "")
+    if (found := published(name)) is None:
+        return values, ""
+    given = str(values.get("training", {}).get("steps", ""))
+    steps = int(given) if given.isdecimal() else None
+    defaults = published_config(name, found, steps)
+    merged = {key: {**defaults.get(key, {}), **values.get(key, {})} for key in {**defaults, **values}}
+    if merged == values:
+        return values, ""
+    note = f"; {found.note}" if found.note else ""
+    return merged, f"what the line leaves out is as published: {found.source}{note}"

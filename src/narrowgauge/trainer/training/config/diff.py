@@ -13,7 +13,7 @@ The keys are the configuration's, and `code.torch` for another version of torch.
 so that the same command line without `--allow-change` continues the run.
 
 One value needs no permission: `training.micro_batch_size`, if the user did not set it. Another number of
-processes may require another one (`micro_batch`); the change is reported and recorded like the others.
+processes may require another one (`config`); the change is reported and recorded like the others.
 """
 
 import math

@@ -59,7 +59,7 @@ from narrowgauge.trainer.distributed import Engine
 from narrowgauge.trainer.models import Transformer
 from narrowgauge.trainer.training.config.config import Config
 from narrowgauge.trainer.training.step.build_model import go_to
-from narrowgauge.trainer.training.step.replica_check import fingerprint_local, require_same_replicas
+from narrowgauge.trainer.training.step.step_faults import fingerprint_local, require_same_replicas
 
 _CPU = torch.device("cpu")
 

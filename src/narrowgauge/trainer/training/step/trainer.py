@@ -28,11 +28,17 @@ from narrowgauge.trainer.training.step.build_model import (
     build_model,
     build_optimizer,
     go_to,
+    graphs_for,
     number_parameters,
 )
-from narrowgauge.trainer.training.step.graph_choice import graphs_for
-from narrowgauge.trainer.training.step.nan_tracer import COMPILED, FirstBad, NanTracer, earliest
-from narrowgauge.trainer.training.step.replica_check import require_same_replay, step_fingerprint
+from narrowgauge.trainer.training.step.step_faults import (
+    COMPILED,
+    FirstBad,
+    NanTracer,
+    earliest,
+    require_same_replay,
+    step_fingerprint,
+)
 from narrowgauge.trainer.training.step.train_state import TrainState, hold, put_back
 
 
@@ -251,7 +257,7 @@ class Trainer(TrainState):
             tracer.state(self.tensors())
             self._accumulate(micro_batches, tracer.after_forward, tracer)
             tracer.after_backward()
-        return earliest([FirstBad(**fields) for fields in self.engine.gather(tracer.first.as_json())])
+        return earliest(self.engine.gather(tracer.first))
 
 
 def step_terms(engine: Engine, total: torch.Tensor) -> tuple[float, dict[str, float], dict[str, list[int]]]:
