@@ -7,7 +7,7 @@ import pytest
 
 from narrowgauge.system.errors import UserError
 from narrowgauge.trainer.data import export_tokens, open_data
-from narrowgauge.trainer.data.token_files.megatron import open_megatron
+from narrowgauge.trainer.data.token_files.layouts import open_megatron
 
 MEGATRON = [f"text_{part}_document.{end}" for part in ("train", "val") for end in ("bin", "idx")]
 

@@ -78,7 +78,7 @@ class Trained:
                 told.append(self.trainer.train_step(batches)[:2])
         self.operands = {(o.name, place): seen for o in onlookers for place, seen in o.seen.items()}
         engine, go_to = self.trainer.engine, self.trainer.go_to_sample
-        batches = validation_batches(data.val, samples, d.sequence_length, 3, d.separate_documents)
+        batches = validation_batches(data.val, samples, d.sequence_length, 3 * samples, d.separate_documents)
         val = validation_loss(engine, go_to, batches).mean
         chosen = recipe_tensors(self.trainer.model).items()
         chosen = {n: t.tolist() for n, t in chosen if n.endswith(".chosen")}

@@ -45,11 +45,11 @@ def test_an_epoch_meets_every_target_once_up_to_the_last_whole_window(tokens, se
 
 
 def test_validation_lies_evenly_and_takes_no_window_twice(tokens):
-    batches = list(validation_batches(tokens, 2, 10, 2))
+    batches = list(validation_batches(tokens, 2, 10, 4))
     assert [x_BT[:, 0].tolist() for x_BT, _ in batches] == [[0, 20], [50, 70]]
     assert all(torch.equal(y_BT, x_BT + 1) for x_BT, y_BT in batches)
-    for limit, sizes in ((None, [4, 4, 2]), (0, []), (1, [4]), (99, [4, 4, 2])):
-        batches = list(validation_batches(tokens, 4, 10, limit))
+    for most, sizes in ((None, [4, 4, 2]), (0, []), (4, [4]), (6, [4, 2]), (99, [4, 4, 2])):
+        batches = list(validation_batches(tokens, 4, 10, most))
         assert [len(x_BT) for x_BT, _ in batches] == sizes
         starts = [start for x_BT, _ in batches for start in x_BT[:, 0].tolist()]
         assert starts == sorted(set(starts))

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -11,21 +10,21 @@ import pytest
 from data.reading import contents, documents_in, full_disk, names, texts, write
 from narrowgauge.system.errors import UserError
 from narrowgauge.trainer.data import Options, prepare, train_bpe
-from narrowgauge.trainer.data.preparation.document_filter import SeenTexts
+from narrowgauge.trainer.data.preparation.prepare import seen_texts
 
 FILES = ["manifest.json", "tokenizer.json", "train.bin", "val.bin"]
 
 
 def train_texts(corpus):
     end = corpus.tokenizer.end_of_document
-    return [corpus.tokenizer.decode(ids) for ids in documents_in(corpus.train, end)]
+    return [corpus.tokenizer.decode(ids) for ids in documents_in(corpus.train.streams[0], end)]
 
 
 @pytest.mark.parametrize("name", ["bytes", "bpe-300"])
 def test_the_two_parts_are_the_documents_and_a_tenth_is_held_out(source, name):
     corpus = prepare(source, name)
     train, end = train_texts(corpus), corpus.tokenizer.end_of_document
-    val = [corpus.tokenizer.decode(ids) for ids in documents_in(corpus.val, end)]
+    val = [corpus.tokenizer.decode(ids) for ids in documents_in(corpus.val.streams[0], end)]
     whole = texts(source)
     assert sorted(train + val) == sorted(whole)
     assert [text for text in whole if text in train] == train  # in the order of the source
@@ -65,7 +64,7 @@ def test_the_same_bytes_wherever_and_another_text_or_tokenizer_makes_another_cor
     assert moved.digest == learnt.digest
     shutil.copy(learnt.directory / "tokenizer.json", tmp_path / "mine.json")
     mine = prepare(source, str(tmp_path / "mine.json"))
-    assert np.array_equal(mine.train[:], learnt.train[:])
+    assert np.array_equal(mine.train.streams[0][:], learnt.train.streams[0][:])
     shutil.copy(other.directory / "tokenizer.json", tmp_path / "mine.json")
     theirs = prepare(source, str(tmp_path / "mine.json"))
     path = Path(source, "05.txt")
@@ -132,7 +131,7 @@ def test_a_prepared_corpus_is_a_source_with_its_own_tokenizer_and_options(tmp_pa
     for options in (None, Options(), made):
         assert prepare(out, options=options).digest == corpus.digest
     for tokenizer in ("bpe-260", f"{out}/tokenizer.json"):
-        assert np.array_equal(prepare(out, tokenizer).train[:], corpus.train[:])
+        assert np.array_equal(prepare(out, tokenizer).train.streams[0][:], corpus.train.streams[0][:])
     for words, options, says in (
         ((), Options(val_fraction=0.5), r"was prepared with val_fraction = 0\.2, not .*; leave"),
         ((), Options(text_key="body"), "was prepared with text_key = text, not .*; leave"),
@@ -145,8 +144,8 @@ def test_a_prepared_corpus_is_a_source_with_its_own_tokenizer_and_options(tmp_pa
 
 def test_a_full_disk_under_the_digests_of_duplicates_is_an_error_of_the_system(tmp_path, monkeypatch):
     """sqlite has separate errors, and one of them was a traceback."""
-    monkeypatch.setattr("narrowgauge.trainer.data.preparation.document_filter._CACHE_KIB", 64)
+    monkeypatch.setattr("narrowgauge.trainer.data.preparation.prepare._CACHE_KIB", 64)
     digests = (number.to_bytes(16, "big") for number in range(1 << 17))
-    seen, says = SeenTexts(tmp_path / "seen"), "cannot store the digests for --dedup: "
-    with full_disk(1 << 18), closing(seen), pytest.raises(OSError, match=says):
-        list(map(seen.add, digests))
+    says = "cannot store the digests for --dedup: "
+    with full_disk(1 << 18), seen_texts(tmp_path / "seen") as is_new, pytest.raises(OSError, match=says):
+        list(map(is_new, digests))

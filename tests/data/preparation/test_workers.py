@@ -7,7 +7,7 @@ import pytest
 
 from data.reading import contents, documents_in, texts
 from narrowgauge.trainer.data import prepare
-from narrowgauge.trainer.data.preparation.document_filter import Options, is_held_out
+from narrowgauge.trainer.data.preparation.prepare import Options, is_held_out
 
 WORDS = ["steam", "coal", "rail", "gauge", "caf\u00e9", "<|endoftext|>", "valley\n\n"]
 
@@ -34,7 +34,7 @@ def test_the_same_bytes_in_the_same_order_whatever_the_number_of_workers(lines, 
     whole = texts(lines)
     for part, count in ((made[0].train, 900), (made[0].val, 80)):
         tokenizer = made[0].tokenizer
-        found = [tokenizer.decode(ids) for ids in documents_in(part, tokenizer.end_of_document)]
+        found = [tokenizer.decode(ids) for ids in documents_in(part.streams[0], tokenizer.end_of_document)]
         assert len(found) > count * 0.8
         known = set(found)
         assert found == list(dict.fromkeys(text for text in whole if text in known))
@@ -54,6 +54,7 @@ def test_tokens_beyond_a_file_go_into_several(lines, tmp_path, monkeypatch):
     corpus = prepare(lines, "bytes", tmp_path / "several")
     names = sorted(path.name for path in (tmp_path / "several").glob("*.bin"))
     assert names[:2] == ["train_000000.bin", "train_000001.bin"]
-    assert len(corpus.train) == len(whole.train) == corpus.manifest.train_tokens
-    for start, stop in [(0, 10), (99_990, 100_010), (0, len(whole.train)), (5, 5)]:
-        assert np.array_equal(corpus.train[start:stop], whole.train[start:stop])
+    (parts,), (stream,) = corpus.train.streams, whole.train.streams
+    assert len(parts) == len(stream) == corpus.manifest.train_tokens
+    for start, stop in [(0, 10), (99_990, 100_010), (0, len(stream)), (5, 5)]:
+        assert np.array_equal(parts[start:stop], stream[start:stop])

@@ -131,7 +131,7 @@ def test_equal_files_are_on_one_side_of_the_split(tmp_path):
     """A file twice in a folder was in the training and in the held-out part, by its names."""
     fill(tmp_path / "d", {f"{copy}{i}.txt": f"Document {i}." for i in range(40) for copy in ("", "again ")})
     corpus = prepare(str(tmp_path / "d"), "bytes")
-    parts = [documents_in(p, corpus.tokenizer.end_of_document) for p in (corpus.train, corpus.val)]
+    parts = [documents_in(p.streams[0], corpus.tokenizer.end_of_document) for p in (corpus.train, corpus.val)]
     train, val = ({corpus.tokenizer.decode(ids) for ids in part} for part in parts)
     assert len(train | val) == 40
     assert val

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from data.reading import names, pairs, refusal, texts, write
 from narrowgauge.trainer.data import Options, prepare
-from narrowgauge.trainer.data.sources.text import cut_text
+from narrowgauge.trainer.data.sources.readers import cut_text
 
 PARTS = ["x", "\n", "\r", "\r\n", "\u2028", "\n\n", "words " * 900, "y" * 16383, "z" * 20000]
 
@@ -42,7 +42,7 @@ def test_the_pieces_do_not_depend_on_the_blocks_in_which_the_text_is_read(parts)
 
 
 def test_a_very_long_file_is_cut_also_among_others(tmp_path, monkeypatch):
-    monkeypatch.setattr("narrowgauge.trainer.data.sources.text.MOST_UNCUT", 10_000)
+    monkeypatch.setattr("narrowgauge.trainer.data.sources.readers.MOST_UNCUT", 10_000)
     for name, text in (("a", "short"), ("b", "some words in a row\n\n" * 1000)):
         write(tmp_path / f"{name}.txt", text)
     assert names(tmp_path)[:3] == ["a.txt", "b.txt#0", "b.txt#1"]

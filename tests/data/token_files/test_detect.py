@@ -9,7 +9,7 @@ import pytest
 
 from narrowgauge.system.errors import UserError
 from narrowgauge.trainer.data import open_data, write_megatron, write_token_file
-from narrowgauge.trainer.data.token_files.source import open_tokens
+from narrowgauge.trainer.data.token_files.layouts import open_tokens
 from narrowgauge.trainer.data.token_files.token_file import TokenWriter
 
 RNG = np.random.default_rng(0)

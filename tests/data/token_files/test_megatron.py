@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from narrowgauge.system.errors import UserError
-from narrowgauge.trainer.data.token_files.megatron import open_megatron, write_megatron
+from narrowgauge.trainer.data.token_files.layouts import open_megatron, write_megatron
 
 CODES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 DOCUMENTS = [[5, 6, 7, 256], [256], [], [1, 2, 256], [9, 8, 7, 6, 5, 256]]

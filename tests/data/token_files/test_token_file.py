@@ -9,7 +9,7 @@ import pytest
 
 from narrowgauge.system.errors import UserError
 from narrowgauge.trainer.data import open_token_file, write_token_file
-from narrowgauge.trainer.data.token_files.token_file import TokenFile, verify_token_file
+from narrowgauge.trainer.data.token_files.token_file import TokenFile
 from support.fault_table import case
 
 
@@ -28,10 +28,9 @@ def test_the_layout_is_llm_c_to_the_bit(tmp_path, vocab_size, magic, version, le
     raw = path.read_bytes()
     assert raw == struct.pack("<3i", magic, version, 7) + bytes(4 * 253) + struct.pack(f"<7{letter}", *ids)
     assert written == TokenFile(name="train.bin", tokens=7, sha256=hashlib.sha256(raw).hexdigest())
-    tokens = open_token_file(path, written)
+    tokens = open_token_file(path, written, vocab_size)
     assert tokens.tolist() == ids
     assert tokens.dtype.itemsize == struct.calcsize(letter)
-    verify_token_file(path, written, vocab_size)
 
 
 def test_nothing_appears_when_writing_fails(tmp_path):
@@ -85,20 +84,20 @@ def test_missing_empty_and_changed_files_are_refused(tmp_path):
     raw = bytearray(path.read_bytes())
     raw[1024 + 2 * 40] ^= 1  # one bit: token 40 becomes 41
     path.write_bytes(raw)
-    open_token_file(path, written)
+    open_token_file(path)
     with pytest.raises(UserError, match="sha256 has changed since it was written"):
-        verify_token_file(path, written, 257)
+        open_token_file(path, written, 257)
 
 
 @case("F3", tier="quick")
 def test_an_id_beyond_the_vocabulary_is_refused_with_its_position(tmp_path):
     path = tmp_path / "train.bin"
     written = write(path, [5, 6, 299, 7, 257], 300)
-    verify_token_file(path, written, 300)
+    open_token_file(path, written, 300)
     with pytest.raises(UserError, match="token 2 has id 299, but the vocabulary ends at 256"):
-        verify_token_file(path, written, 257)
+        open_token_file(path, written, 257)
     ids = np.zeros((1 << 22) + 10, dtype=np.int64)
     ids[-3] = 299  # past the first chunk
     written = write_token_file(path, [ids], 300)
     with pytest.raises(UserError, match=f"token {(1 << 22) + 7} has id 299"):
-        verify_token_file(path, written, 257)
+        open_token_file(path, written, 257)

@@ -6,7 +6,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from narrowgauge.system.errors import UserError
 from narrowgauge.trainer.data import load_tokenizer, prepare
-from narrowgauge.trainer.data.tokenization.word_cache import batch_encoder
+from narrowgauge.trainer.data.tokenization.tokenizer import batch_encoder
 
 LETTERS = [*"abcdefghijklmnopqrstuvwxyz <>/", "\u2581"]
 

@@ -5,8 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers
 
-from narrowgauge.trainer.data.tokenization.tokenizer import load_tokenizer, train_bpe
-from narrowgauge.trainer.data.tokenization.word_cache import word_encoder
+from narrowgauge.trainer.data.tokenization.tokenizer import load_tokenizer, train_bpe, word_encoder
 
 TEXT = (
     "the cat's hat, the 12 hats they've\n\n  seen\tthere; caf\u00e9 1999 \u4e2d\u6587 \u00a0x <|endoftext|>"
@@ -32,7 +31,7 @@ def test_every_kind_of_white_space_at_every_place():
 
 
 def test_a_long_word_and_many_words_are_encoded_though_they_are_not_kept(monkeypatch):
-    monkeypatch.setattr("narrowgauge.trainer.data.tokenization.word_cache._MOST_WORDS", 2)
+    monkeypatch.setattr("narrowgauge.trainer.data.tokenization.tokenizer._MOST_WORDS", 2)
     encode = word_encoder(BPE, np.dtype("<u2"))
     for text in ["the cat saw the hat and the cat", "x" * 500]:
         assert encode(text).tolist() == encode(text).tolist() == BPE.encode(text)

@@ -31,7 +31,8 @@ def documents(tokens, end):
 def write_as(layout, corpus, folder):
     folder.mkdir()
     corpus.tokenizer.save(folder / "tokenizer.json")
-    for name, tokens in (("train", corpus.train[:]), ("val", corpus.val[:])):
+    for name, part in (("train", corpus.train), ("val", corpus.val)):
+        tokens = part.streams[0][:]
         if layout == "megatron":
             write_megatron(folder / f"my_{name}_document", documents(tokens, 0), 300)
         elif layout == "llm.c":

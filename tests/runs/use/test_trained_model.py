@@ -26,7 +26,7 @@ def test_the_newest_model_gives_the_recorded_loss(trained, look, text, changes):
     assert there.step == 6
     assert not there.model.training
     val = prepare(text, "bytes").val
-    batches = validation_batches(val, 2, 32, 2)
+    batches = validation_batches(val, 2, 32, 4)
     loss = validation_loss(Engine.alone(there.model), there.go_to_sample, batches).mean
     assert loss == look(path).steps[-1]["val_loss"]
 

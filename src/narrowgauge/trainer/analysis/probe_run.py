@@ -61,7 +61,7 @@ def open_probed(
     own, training = trained.config.data, trained.config.training
     tokens = run_data(trained, None if data is None else str(data), None).val
     size, length = batch_size or training.micro_batch_size, sequence_length or own.sequence_length
-    taken = list(validation_batches(tokens, size, length, batches, own.separate_documents))
+    taken = list(validation_batches(tokens, size, length, batches * size, own.separate_documents))
     weights = trained.weights()
     spec = replace(trained.config.spec, recompute=0, z_loss=0.0, balance_loss=0.0)  # the cross entropy alone
     steps = training.steps

@@ -26,9 +26,10 @@ if TYPE_CHECKING:
     from narrowgauge.trainer.data.loading.sample_order import mixed_samples as mixed_samples
     from narrowgauge.trainer.data.loading.sample_order import samples as samples
     from narrowgauge.trainer.data.loading.sample_order import shares_of as shares_of
-    from narrowgauge.trainer.data.preparation.document_filter import Options as Options
+    from narrowgauge.trainer.data.preparation.prepare import Options as Options
+    from narrowgauge.trainer.data.preparation.prepare import Progress as Progress
     from narrowgauge.trainer.data.preparation.prepare import prepare as prepare
-    from narrowgauge.trainer.data.token_files.megatron import write_megatron as write_megatron
+    from narrowgauge.trainer.data.token_files.layouts import write_megatron as write_megatron
     from narrowgauge.trainer.data.token_files.token_file import Tokens as Tokens
     from narrowgauge.trainer.data.token_files.token_file import open_token_file as open_token_file
     from narrowgauge.trainer.data.token_files.token_file import write_token_file as write_token_file

@@ -24,14 +24,13 @@ from pydantic import BaseModel, Field, ValidationError
 
 from narrowgauge.system.errors import UserError
 from narrowgauge.system.files import sha256_of
-from narrowgauge.trainer.data.token_files.token_file import TokenFile, damaged, verify_token_file
-from narrowgauge.trainer.data.token_files.token_stream import TokenStream
+from narrowgauge.trainer.data.token_files.token_file import TokenFile, damaged, open_token_file
+from narrowgauge.trainer.data.token_files.token_stream import Dataset, Mixture, TokenStream, as_mixture
 from narrowgauge.trainer.data.tokenization.formats import TOKENIZER_FILE
-from narrowgauge.trainer.data.tokenization.tokenizer import Tokenizer, load_tokenizer
+from narrowgauge.trainer.data.tokenization.tokenizer import load_tokenizer
 
 LAYOUT_VERSION = 2
 MANIFEST_FILE = "manifest.json"
-
 
 Written = Annotated[list[TokenFile], Field(min_length=1)]
 
@@ -69,14 +68,10 @@ class CorpusManifest(BaseModel):
 
 
 @dataclass(frozen=True, eq=False)
-class Corpus:
+class Corpus(Dataset):
     """A prepared corpus; `train` and `val` are read-only token ids, memory-mapped from their files."""
 
     directory: Path
-    tokenizer: Tokenizer
-    train: TokenStream
-    val: TokenStream
-    digest: str
     manifest: CorpusManifest
 
 
@@ -99,13 +94,11 @@ def open_corpus(directory: Path) -> Corpus:
     if tokenizer.vocab_size != manifest.vocab_size:
         raise damaged(path, f"it has {tokenizer.vocab_size} ids, but the tokens need {manifest.vocab_size}")
 
-    def stream(files: list[TokenFile]) -> TokenStream:
-        verified = (verify_token_file(directory / file.name, file, manifest.vocab_size) for file in files)
-        return TokenStream(tuple(verified), (tokenizer.end_of_document,))
+    def part(files: list[TokenFile]) -> Mixture:
+        verified = (open_token_file(directory / file.name, file, manifest.vocab_size) for file in files)
+        return as_mixture(TokenStream(tuple(verified), (tokenizer.end_of_document,)))
 
-    return Corpus(
-        directory, tokenizer, stream(manifest.train), stream(manifest.val), manifest.digest, manifest
-    )
+    return Corpus(tokenizer, part(manifest.train), part(manifest.val), manifest.digest, directory, manifest)
 
 
 def read_manifest(directory: Path) -> CorpusManifest:

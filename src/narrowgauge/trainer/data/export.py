@@ -15,7 +15,8 @@ layout that llm.c uses for Llama 3.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,9 @@ from numpy.typing import NDArray
 
 from narrowgauge.system.errors import UserError, unknown
 from narrowgauge.system.files import staged_directory
-from narrowgauge.trainer.data.token_files.megatron import write_megatron
+from narrowgauge.trainer.data.token_files.layouts import write_megatron
 from narrowgauge.trainer.data.token_files.token_file import SHARD_TOKENS, TokenWriter, shard_paths
-from narrowgauge.trainer.data.token_files.token_stream import Dataset, Mixture
+from narrowgauge.trainer.data.token_files.token_stream import Dataset, TokenStream
 from narrowgauge.trainer.data.tokenization.formats import TOKENIZER_FILE
 
 TOKEN_LAYOUTS = ("llmc", "megatron")
@@ -60,23 +61,21 @@ def export_tokens(dataset: Dataset, layout: str, directory: Path, name: str | No
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise UserError(f"cannot write tokens to {directory}: it is not an empty directory; name another")
     size, end = dataset.tokenizer.vocab_size, dataset.tokenizer.end_of_document
-    parts = {"train": [dataset.train], "val": [dataset.val]}
+    parts = {"train": dataset.train.streams, "val": dataset.val.streams}
     with staged_directory(directory) as staging:
         dataset.tokenizer.save(staging / TOKENIZER_FILE)
         if layout == "llmc":
-            for part, mixtures in parts.items():
+            for part, streams in parts.items():
                 paths = shard_paths(staging, f"{name or 'text'}_{part}")
                 with TokenWriter(paths, size, SHARD_TOKENS) as writer:
-                    for document in _documents(mixtures):
+                    for document in _documents(streams):
                         writer.write(np.concatenate([[end], document]))
             return
-        stems = {f"text_{part}_document": mixtures for part, mixtures in parts.items()}
-        for stem, mixtures in stems.items() if name is None else [(name, [dataset.train, dataset.val])]:
-            chunks = (np.concatenate([document, [end]]) for document in _documents(mixtures))
+        stems = {f"text_{part}_document": streams for part, streams in parts.items()}
+        for stem, streams in (stems if name is None else {name: parts["train"] + parts["val"]}).items():
+            chunks = (np.concatenate([document, [end]]) for document in _documents(streams))
             write_megatron(staging / stem, chunks, size)
 
 
-def _documents(mixtures: Sequence[Mixture]) -> Iterator[NDArray[Any]]:
-    for mixture in mixtures:
-        for stream in mixture.streams:
-            yield from stream.documents()
+def _documents(streams: Iterable[TokenStream]) -> Iterator[NDArray[Any]]:
+    return chain.from_iterable(stream.documents() for stream in streams)

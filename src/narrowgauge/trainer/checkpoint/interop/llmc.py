@@ -27,7 +27,7 @@ from narrowgauge.trainer.checkpoint.interop.hf_config import FAMILIES
 from narrowgauge.trainer.checkpoint.interop.name_map import ExternalModel, external_model, parameter_shapes
 from narrowgauge.trainer.checkpoint.interop.safetensors_reader import PRECISIONS, refuse_pickle
 from narrowgauge.trainer.checkpoint.store.before_save import is_finite
-from narrowgauge.trainer.data.signatures import LlmcMagic
+from narrowgauge.trainer.data.token_files.token_file import LlmcMagic
 from narrowgauge.trainer.models import ModelConfig
 
 VERSIONS = {3: torch.float32, 5: torch.bfloat16}

@@ -16,10 +16,10 @@ Shapes: B sequences in a batch, T = sequence_length tokens in a sequence.
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Self
+from itertools import islice
 
 import numpy as np
 import torch
@@ -53,13 +53,10 @@ class Batch:
 
     def to(self, device: torch.device) -> "Batch":
         """The batch on `device`; the copy is asynchronous from pinned memory."""
-        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
+        return self.each(lambda tensor: tensor.to(device, non_blocking=True))
 
-    def pinned(self) -> "Batch":
-        """The batch in pinned memory."""
-        return self._each(torch.Tensor.pin_memory)
-
-    def _each(self, do: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
+    def each(self, do: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
+        """The batch with `do` applied to each of its tensors."""
         position = self.position_BT
         moved = None if position is None else do(position)
         return replace(self, x_BT=do(self.x_BT), y_BT=do(self.y_BT), position_BT=moved)
@@ -93,9 +90,8 @@ def validation_batches(
     tokens: Source,
     batch_size: int,
     sequence_length: int,
-    limit: int | None = None,
-    separate_documents: bool = False,
     sequences: int | None = None,
+    separate_documents: bool = False,
 ) -> Iterator[Batch]:
     """Held-out batches on the CPU, the same on every call; the last may have fewer sequences than the others.
 
@@ -103,16 +99,13 @@ def validation_batches(
         tokens: The held-out tokens.
         batch_size: Sequences in a batch; weight losses by `Batch.targets`.
         sequence_length: T.
-        limit: The maximum number of batches; None = no limit.
+        sequences: The maximum number of sequences; None = no limit. If there are more windows, the selected
+            ones are spread evenly over the tokens of all streams.
         separate_documents: As for `training_batch`.
-        sequences: The maximum number of sequences, in place of `limit`; it does not depend on `batch_size`.
-            If there are more windows, the selected ones are spread evenly over the tokens of all streams.
     """
     mixture = as_mixture(tokens)
     end_S = np.cumsum(_windows(mixture, sequence_length, "held-out"))
     windows = int(end_S[-1])
-    if sequences is None and limit is not None:
-        sequences = limit * batch_size
     taken = windows if sequences is None else min(windows, sequences)
     window_N = np.arange(taken, dtype=np.int64) * windows // taken
     stream_N = np.searchsorted(end_S, window_N, side="right")
@@ -159,7 +152,7 @@ def _batch(
     return Batch(x_BT, y_BT, counted, None if positions is None else torch.from_numpy(positions))
 
 
-class Loader(AbstractContextManager["Loader"]):
+class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
     """An iterator over training batches, prefetched in the background; use it as a context manager.
 
     Batches depend only on the seed and the sample numbers, never on `workers` or `prefetch`: a run that
@@ -194,32 +187,23 @@ class Loader(AbstractContextManager["Loader"]):
         def make(first: int) -> Batch:
             try:
                 batch = training_batch(tokens, seed, first, count, sequence_length, separate_documents)
-                return batch.pinned() if pin else batch
+                return batch.each(torch.Tensor.pin_memory) if pin else batch
             except Exception as error:
                 name = threading.current_thread().name
                 error.add_note(f"in the loader's thread {name}, making the batch of sample {first}")
                 raise
 
-        self._firsts, self._make = firsts, make
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="narrowgauge-loader")
-        self._pending: deque[Future[Batch]] = deque()
-        for _ in range(prefetch):
-            self._submit_next()
+        self._submitted = (self._pool.submit(make, first) for first in firsts)
+        self._pending = deque(islice(self._submitted, prefetch))
 
     def __exit__(self, *error: object) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
-
-    def __iter__(self) -> Self:
-        return self
 
     def __next__(self) -> Batch:
         """The next batch; an error of the thread that made it is raised here."""
         if not self._pending:
             raise StopIteration
         batch = self._pending.popleft().result()
-        self._submit_next()
+        self._pending.extend(islice(self._submitted, 1))
         return batch
-
-    def _submit_next(self) -> None:
-        if (first := next(self._firsts, None)) is not None:
-            self._pending.append(self._pool.submit(self._make, first))

@@ -26,20 +26,20 @@ seconds for gigabytes. An entry is valid while path, inode, size and both modifi
 import contextlib
 import hashlib
 import json
+import warnings
 from collections.abc import Sequence
-from typing import NamedTuple
+from itertools import accumulate
+from pathlib import Path
 
 import numpy as np
 
 from narrowgauge.system.errors import UserError
 from narrowgauge.system.files import cache_entry, sha256_of, user_path, write_cached
-from narrowgauge.trainer.data.cache import Progress, no_progress
 from narrowgauge.trainer.data.corpus import Corpus, is_corpus, read_manifest
 from narrowgauge.trainer.data.loading.sample_order import shares_of
-from narrowgauge.trainer.data.preparation.prepare import DEFAULT_TOKENIZER, prepare
+from narrowgauge.trainer.data.preparation.prepare import Progress, no_progress, prepare
 from narrowgauge.trainer.data.sources import open_source
-from narrowgauge.trainer.data.sources.tables import HUB
-from narrowgauge.trainer.data.token_files.datatrove import checked_tokenizer
+from narrowgauge.trainer.data.sources.readers import HUB
 from narrowgauge.trainer.data.token_files.source import Files, token_files
 from narrowgauge.trainer.data.token_files.token_file import OpenFile, check_ids, unfit
 from narrowgauge.trainer.data.token_files.token_stream import Dataset, Mixture, TokenStream, as_mixture
@@ -114,7 +114,7 @@ def vocabulary_before_reading(source: str, tokenizer: str, weights: Sequence[flo
     if tokenizer_files(file.path.parent):
         return load_tokenizer(file.path.parent).vocab_size
     if file.tokenizer is not None:
-        return checked_tokenizer(file, None).vocab_size
+        return _checked_tokenizer(file, None).vocab_size
     return file.vocabulary[0] if file.vocabulary else None
 
 
@@ -149,18 +149,12 @@ def split_sources(source: str, weights: Sequence[float] = ()) -> list[str]:
 
 def _open(name: str, tokenizer: str, first: Dataset | None, report: Progress) -> Dataset:
     named = None if tokenizer == AUTO else tokenizer
-    if is_corpus(user_path(name)):
-        return _of_corpus(prepare(name, named))
-    if files := token_files(name):
-        return _of_token_files(name, files, named, report)
-    if first and first.tokenizer_file and (named is None or named.startswith("bpe-")):
-        named = str(first.tokenizer_file)
-    return _of_corpus(prepare(name, named or DEFAULT_TOKENIZER, progress=report))
-
-
-def _of_corpus(corpus: Corpus) -> Dataset:
-    train, val = as_mixture(corpus.train), as_mixture(corpus.val)
-    return Dataset(corpus.tokenizer, train, val, corpus.digest, corpus.directory / TOKENIZER_FILE)
+    if not is_corpus(user_path(name)):
+        if files := token_files(name):
+            return _of_token_files(name, files, named, report)
+        if isinstance(first, Corpus) and (named is None or named.startswith("bpe-")):
+            named = str(first.directory / TOKENIZER_FILE)
+    return prepare(name, named, progress=report)
 
 
 def _of_token_files(
@@ -172,37 +166,31 @@ def _of_token_files(
             f"data source {source!r} mixes layouts: {opened[0].path} is {opened[0].layout} and {other.path} "
             f"is {other.layout}; make two sources of it, separated by a comma"
         )
-    statistics = [_statistics(file, report) for file in opened]
-    largest = max(one.largest for one in statistics)
-    chosen, boundaries = _tokenizer(source, opened[0], tokenizer, largest)
-    for file, one in zip(opened, statistics, strict=True):
-        if one.smallest < 0 or one.largest >= chosen.vocab_size:
+    digests, smallest, largest = zip(*(_statistics(file, report) for file in opened), strict=True)
+    chosen, boundaries = _tokenizer(source, opened[0], tokenizer, max(largest))
+    for file, low, high in zip(opened, smallest, largest, strict=True):
+        if low < 0 or high >= chosen.vocab_size:
             check_ids(file.path, file.tokens, chosen.vocab_size, unfit)
-    facts = ["tokens", chosen.digest, *(one.sha256 for one in statistics), f"{len(files[1])} held out"]
+    facts = ["tokens", chosen.digest, *digests, f"{len(files[1])} held out"]
     digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()
     streams = [_stream(part, boundaries) for part in files if part]
     train, val = streams if len(streams) == 2 else _split_tail(streams[0])
     return Dataset(chosen, as_mixture(train), as_mixture(val), digest)
 
 
-class _Statistics(NamedTuple):
-    """The sha256 of the files that belong together, and the range of their ids."""
+def _statistics(file: OpenFile, report: Progress) -> tuple[str, int, int]:
+    """The sha256 of the files that belong together, and their smallest and largest id.
 
-    sha256: str
-    smallest: int
-    largest: int
-
-
-def _statistics(file: OpenFile, report: Progress) -> _Statistics:
-    """Statistics of the file, from the cache if possible; `report` is called as bytes are read."""
+    They come from the cache if possible; otherwise `report` is called as bytes are read.
+    """
     files = (file.path, *file.beside)
     stats = [(path.resolve(), path.stat()) for path in files]
     facts = [(str(p), s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for p, s in stats]
     entry = cache_entry("surveys", *facts)
     with contextlib.suppress(OSError, ValueError, TypeError):
-        known = _Statistics(*json.loads(entry.read_text(encoding="utf-8")))
-        if [*map(type, known)] == [str, int, int]:
-            return known
+        sha256, smallest, largest = json.loads(entry.read_text(encoding="utf-8"))
+        if [*map(type, (sha256, smallest, largest))] == [str, int, int]:
+            return sha256, smallest, largest
     smallest, largest, total = 0, 0, len(file.tokens)
     for start in range(0, total, _CHUNK):
         chunk = np.asarray(file.tokens[start : start + _CHUNK])
@@ -210,7 +198,7 @@ def _statistics(file: OpenFile, report: Progress) -> _Statistics:
         size = chunk.itemsize
         report(f"scan {file.path.name}", (start + len(chunk)) * size, total * size, "")
     digests = "\n".join(sha256_of(path, follow_links=True) for path in files)
-    result = _Statistics(hashlib.sha256(digests.encode()).hexdigest(), smallest, largest)
+    result = hashlib.sha256(digests.encode()).hexdigest(), smallest, largest
     write_cached(entry, result)
     return result
 
@@ -232,7 +220,7 @@ def _tokenizer(
     elif stated or (largest == _GPT2_SIZE - 1 and file.tokenizer is None):
         tokenizer = ids_tokenizer(*(stated or (_GPT2_SIZE, largest)))
     if file.tokenizer is not None and not (name or "").startswith("ids-"):
-        tokenizer = checked_tokenizer(file, tokenizer)
+        tokenizer = _checked_tokenizer(file, tokenizer)
     if tokenizer is None:
         raise UserError(
             f"{file.path} ({file.layout}) does not state which tokenizer made it, and its largest id is "
@@ -244,20 +232,53 @@ def _tokenizer(
     return tokenizer, tuple(sorted({tokenizer.end_of_document} | of_layout))
 
 
+def _checked_tokenizer(opened: OpenFile, chosen: Tokenizer | None) -> Tokenizer:
+    """The tokenizer that a file's metadata names, read from that path or from the hub's cache.
+
+    `chosen` is the tokenizer to use instead, if it is the same.
+    """
+    path, name, size = opened.path, opened.tokenizer or "", opened.tokens.dtype.itemsize
+    file = _file_of_hub(name)
+    made = load_tokenizer(file) if file else chosen
+    if made is None:
+        raise UserError(
+            f"{path} was made with tokenizer {name!r}, which is not on this machine; name its tokenizer.json "
+            "with --data.tokenizer FILE"
+        )
+    if file is None:
+        warnings.warn(
+            f"{path}: tokenizer {name!r} is not here, so the chosen one is not compared", stacklevel=2
+        )
+    right_size = 4 if made.library.get_vocab_size() > 1 << 16 else 2
+    if (chosen and made.digest != chosen.digest) or size != right_size:
+        raise UserError(
+            f"{path} was made with tokenizer {name!r} and ids of {size} bytes, and not with the chosen one "
+            f"of {(chosen or made).vocab_size} entries; leave data.tokenizer out"
+        )
+    return made
+
+
+def _file_of_hub(name: str) -> Path | None:
+    if (path := user_path(name)).exists():
+        return path
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        cached = try_to_load_from_cache(name, "tokenizer.json")
+    except HFValidationError:  # a path of the machine that tokenized
+        return None
+    return Path(cached) if isinstance(cached, str) else None
+
+
 def _stream(files: Files, boundaries: tuple[int, ...]) -> TokenStream:
     """The stream of the files, one after the other."""
-    starts, offset = [], 0
-    for file in files:
-        if file.starts is not None:
-            starts.append(file.starts + offset)
-        offset += len(file.tokens)
-    first = files[0].boundary_first
-    return TokenStream(
-        tuple(file.tokens for file in files),
-        boundaries,
-        int(files[0].tokens[0]) in boundaries if first is None else first,
-        starts=np.concatenate(starts) if starts else None,
-    )
+    arrays = tuple(file.tokens for file in files)
+    offsets = accumulate(map(len, arrays[:-1]), initial=0)
+    starts = [f.starts + offset for f, offset in zip(files, offsets, strict=True) if f.starts is not None]
+    if (first := files[0].boundary_first) is None:
+        first = int(arrays[0][0]) in boundaries
+    return TokenStream(arrays, boundaries, first, np.concatenate(starts) if starts else None)
 
 
 def _split_tail(stream: TokenStream) -> tuple[TokenStream, TokenStream]:

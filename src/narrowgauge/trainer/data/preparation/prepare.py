@@ -5,29 +5,43 @@
 
 The files are digested first. Their digests, the tokenizer and the options decide whether the corpus already
 exists. With an existing tokenizer, the source is then read once. A tokenizer that has to be trained needs the
-text before there are ids (`TrainingTexts`), so the source is read twice. Memory does not depend on the
+text before there are ids (`_training_texts`), so the source is read twice. Memory does not depend on the
 length of the source, and the result does not depend on the number of workers.
 
 **Atomic.** The corpus is built in a staging directory and renamed, so any corpus that exists is complete. If
 two processes prepare the same corpus at once, both build it, one publishes it, and both use that one. The
 same files, tokenizer and options give the same bytes: times, paths and the order of arrival do not matter.
+
+**Held out** is a share of the documents, a tenth by default, chosen by the sha256 of name and text, so a
+document stays on its side when others are added or removed. Let r be the first eight bytes of the digest as
+an integer. Its last decimal digit selects a tenth, and the other digits a position within that tenth:
+
+    u = (r mod 10 + (r div 10) / B) / 10,    B = ceil(2^64 / 10),    held out where u < share
+
+A larger share holds out everything that a smaller one does, and more. If all documents are on one side, the
+one with the lowest (or the highest) r moves to the other; that is known when all have been read, so the
+source is then read again.
+
+**Duplicates** are documents whose text equals that of an earlier one, byte for byte. To remove them, the
+digests of all texts are stored on disk, sixteen bytes for each document, so that memory does not grow.
 """
 
 import hashlib
 import heapq
 import json
 import re
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, suppress
+import sqlite3
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.metadata import version
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from narrowgauge.system.errors import UserError
 from narrowgauge.system.files import cache_directory, sha256_of, staged_directory, user_path, write_whole
-from narrowgauge.trainer.data.cache import Progress, no_progress
 from narrowgauge.trainer.data.corpus import (
     LAYOUT_VERSION,
     MANIFEST_FILE,
@@ -36,18 +50,16 @@ from narrowgauge.trainer.data.corpus import (
     is_corpus,
     open_corpus,
 )
-from narrowgauge.trainer.data.preparation.document_filter import TRAIN, VAL, DocumentFilter, Options
 from narrowgauge.trainer.data.preparation.workers import (
     ReadChunk,
     ReadDocument,
-    encode_chunk,
     ordered_map,
     read_chunk,
     usable_cores,
 )
 from narrowgauge.trainer.data.sources import no_text, open_source
-from narrowgauge.trainer.data.sources.records import Chunk, Input, Source, unreadable
-from narrowgauge.trainer.data.sources.text import PIECE_ENOUGH
+from narrowgauge.trainer.data.sources.readers import PIECE_ENOUGH
+from narrowgauge.trainer.data.sources.records import Chunk, Input, Rejected, unreadable
 from narrowgauge.trainer.data.token_files.token_file import TokenFile, TokenWriter, shard_paths, token_dtype
 from narrowgauge.trainer.data.tokenization.formats import TOKENIZER_FILE
 from narrowgauge.trainer.data.tokenization.tokenizer import (
@@ -58,10 +70,33 @@ from narrowgauge.trainer.data.tokenization.tokenizer import (
     tokenizer_identity,
 )
 
+# (stage, bytes done, total bytes or 0 if unknown, further facts as text)
+Progress = Callable[[str, int, int, str], None]
+
 DEFAULT_TOKENIZER = "bpe-4096"
+REJECTED_FILE = "rejected.jsonl"
+TRAIN, VAL = "train", "val"
 MOST_TOKENS = 1 << 30  # in one token file
 TRAINING_CHARACTERS = 8 << 20  # more text changes the merges little, but costs time and memory
+_ENOUGH_RECORDS = 1000  # from here on, the share of rejected records is checked while reading
+_CACHE_KIB = 1 << 16  # memory for the digests of texts
+_B = -(-(2**64) // 10)
 _FEW_BYTES = 8 << 20  # below this, starting processes takes longer than they save
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options for the selection of documents."""
+
+    val_fraction: float = 0.1  # share of the documents to hold out
+    dedup: bool = False  # whether duplicates are removed
+    tolerance: float | None = None  # share of the records that may be rejected; None = none at all
+    text_key: str = "text"  # column or key of the text in a row or line
+
+    def __post_init__(self) -> None:
+        for name, share in (("held-out", self.val_fraction), ("tolerated", self.tolerance)):
+            if share is not None and not 0 < share < 1:
+                raise UserError(f"the {name} share {share} must be between 0 and 1, such as 0.1 or 0.01")
 
 
 def prepare(
@@ -93,35 +128,36 @@ def prepare(
         if directory:
             raise UserError(f"{source!r} is already prepared; train on it directly, with --data {source}")
         return _open_prepared(path, tokenizer, options or Options())
-    options, name = options or Options(), tokenizer or DEFAULT_TOKENIZER
     if workers is not None and workers < 1:
         raise UserError(f"--workers {workers} must be at least 1")
-    identity = tokenizer_identity(name)  # refuses a misspelt tokenizer before anything is read
-    opened = open_source(source, options.text_key)
-    files = SourceFiles(opened, progress or no_progress)
-    facts = [LAYOUT_VERSION, identity, asdict(options), opened.identity, files.facts]
-    request = hashlib.sha256(json.dumps(facts, sort_keys=True).encode("utf-8")).hexdigest()
-    target = directory or cache_directory() / "tokens" / f"{_slug(source)}-{_slug(name)}-{request[:12]}"
+    name = tokenizer or DEFAULT_TOKENIZER
+    build = _Build(source, name, options or Options(), progress or no_progress)
+    name = f"{_slug(source)}-{_slug(name)}-{build.request[:12]}"
+    target = directory or cache_directory() / "tokens" / name
     _require_usable(target)
     if not (target / MANIFEST_FILE).exists():
-        few = 0 < files.total < _FEW_BYTES
+        few = 0 < build.total < _FEW_BYTES
         workers = workers or (1 if few else usable_cores())
         try:
             with staged_directory(target, keep_existing=True) as staging, parallel_tokenizing():
-                _Build(staging, files, name, identity, request, options, workers).run()
+                build.fill(staging, workers)
         except OSError as error:
             raise UserError(
                 f"cannot write the corpus to {target}: {error.strerror or error}; name a directory with room "
                 "in --out or NARROWGAUGE_CACHE"
             ) from error
     corpus = open_corpus(target)
-    if corpus.manifest.request != request:
+    if corpus.manifest.request != build.request:
         raise UserError(
             f"{target} holds another corpus ({corpus.manifest.source} with {corpus.manifest.tokenizer}, "
-            f"request {corpus.manifest.request[:12]}, not {request[:12]}); delete it or name another "
+            f"request {corpus.manifest.request[:12]}, not {build.request[:12]}); delete it or name another "
             "directory"
         )
     return corpus
+
+
+def no_progress(*facts: object) -> None:
+    """Ignore a report."""
 
 
 def _open_prepared(directory: Path, tokenizer: str | None, options: Options) -> Corpus:
@@ -169,15 +205,23 @@ def _slug(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", Path(name).name).strip("-.")[:40] or "text"
 
 
-class SourceFiles:
-    """The files of a source with their digests; reports progress and detects later changes."""
+class _ReadAgain(Exception):
+    """One side is without a document; the source has to be read again, otherwise."""
 
-    def __init__(self, source: Source, report: Progress) -> None:
-        self.source, self.report = source, report
-        self.stats = [file.path.stat() for file in source.inputs]
+
+class _Build:
+    """The build of one corpus; `request` identifies all that it depends on."""
+
+    def __init__(self, source: str, tokenizer: str, options: Options, report: Progress) -> None:
+        self.name, self.options, self.report = tokenizer, options, report
+        self.identity = tokenizer_identity(tokenizer)  # refuses a misspelt one before anything is read
+        self.source = open_source(source, options.text_key)
+        self.stats = [file.path.stat() for file in self.source.inputs]
         self.total = sum(stat.st_size for stat in self.stats)
-        self.facts = list[dict[str, Any]]()
+        self.files = list[dict[str, Any]]()
         self.inputs = list[Input]()  # the files to read: equal ones under one name
+        self.cut = False  # whether documents are cut into pieces
+        self.moved: int | None = None  # the number of the document that changes sides
         first, digested = dict[str, str](), 0
 
         def advance(size: int) -> None:
@@ -185,101 +229,44 @@ class SourceFiles:
             digested += size
             report("digest", digested, self.total, "")
 
-        for file, stat in zip(source.inputs, self.stats, strict=True):
+        for file, stat in zip(self.source.inputs, self.stats, strict=True):
             try:
                 sha256 = sha256_of(file.path, follow_links=True, advance=advance)
             except OSError as error:
                 raise unreadable(file.path, error) from None
-            self.facts.append({"name": file.name, "bytes": stat.st_size, "sha256": sha256})
+            self.files.append({"name": file.name, "bytes": stat.st_size, "sha256": sha256})
             # The name decides the side of a text; equal files share one, so that neither shows the other.
             self.inputs.append(replace(file, name=first.setdefault(sha256, file.name)))
+        facts = [LAYOUT_VERSION, self.identity, asdict(options), self.source.identity, self.files]
+        self.request = hashlib.sha256(json.dumps(facts, sort_keys=True).encode("utf-8")).hexdigest()
 
-    def check(self) -> None:
-        """Raise an error if a file has changed since it was digested."""
-        for file, before in zip(self.source.inputs, self.stats, strict=True):
-            now = file.path.stat() if file.path.exists() else None
-            if now is None or (now.st_size, now.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
-                raise UserError(
-                    f"data source {self.source.name!r} changed while it was read, at {file.name}; prepare it "
-                    "again"
-                )
-
-
-class TrainingTexts:
-    """The texts to train a tokenizer on: of training documents only, and the same ones in every run.
-
-    They are those with the lowest digests, until there are enough characters; a heap holds no more.
-    """
-
-    def __init__(self) -> None:
-        self._heap: list[tuple[int, int, str]] = []  # (-digest, number, text); the highest digest first
-        self._characters = self._number = 0  # sum over the heap, and documents so far
-
-    def add(self, document: ReadDocument) -> None:
-        """Offer the next document: keep the fewest with the lowest digests that suffice."""
-        self._number += 1
-        heapq.heappush(self._heap, (-int.from_bytes(document.digest, "big"), self._number, document.text))
-        self._characters += len(document.text)
-        while self._characters - len(self._heap[0][2]) >= TRAINING_CHARACTERS:
-            self._characters -= len(heapq.heappop(self._heap)[2])
-
-    def texts(self) -> list[str]:
-        """The texts in source order."""
-        left, chosen = TRAINING_CHARACTERS, list[tuple[int, str]]()
-        for _, number, text in sorted(self._heap, reverse=True):
-            chosen.append((number, text[:left]))
-            left -= len(text[:left])
-        return [text for _, text in sorted(chosen)]
-
-
-class _ReadAgain(Exception):
-    """One side is without a document; the source has to be read again, otherwise."""
-
-
-@dataclass
-class _Build:
-    """The build of one corpus."""
-
-    staging: Path  # the directory to fill
-    files: SourceFiles
-    name: str  # of the tokenizer
-    identity: str  # `tokenizer_identity(name)`
-    request: str  # the digest of all inputs and options
-    options: Options
-    workers: int
-    cut: bool = False  # whether documents are cut into pieces
-    moved: int | None = None  # the number of the document that changes sides
-
-    def run(self) -> None:
-        """Fill the directory; once all is read it may turn out that it must be read again, otherwise."""
+    def fill(self, staging: Path, workers: int) -> None:
+        """Fill a directory; once all is read it may turn out that it must be read again, otherwise."""
+        self.staging, self.workers = staging, workers
         while True:
-            for path in self.staging.iterdir():
+            for path in staging.iterdir():
                 path.unlink()
             with suppress(_ReadAgain):
                 return self._fill()
 
     def _fill(self) -> None:
-        texts = TrainingTexts()
+        texts = list[str]()
         if self.identity == self.name and self.name.startswith("bpe-"):
-            for side, document in self._documents("read", partial(read_chunk, self.cut)):
-                if side == TRAIN:
-                    texts.add(document)
+            read = self._documents("read", partial(read_chunk, self.cut, None))
+            texts = _training_texts(document for side, document in read if side == TRAIN)
         path = self.staging / TOKENIZER_FILE
-        tokenizer = make_tokenizer(self.name, self._reported(texts.texts()))
+        tokenizer = make_tokenizer(self.name, self._reported(texts))
         tokenizer.save(path)
-        writers = dict[str, TokenWriter]()
-        with ExitStack() as stack:
-            for side in (TRAIN, VAL):
-                writer = TokenWriter(shard_paths(self.staging, side), tokenizer.vocab_size, MOST_TOKENS)
-                writers[side] = stack.enter_context(writer)
-            for side, document in self._documents(
-                "encode", partial(encode_chunk, path, tokenizer.digest, self.cut)
-            ):
-                writers[side].write(document.ids)
-        manifest = self._manifest(
-            tokenizer, *(self._renamed(side, writers[side].written) for side in writers)
-        )
-        write_whole(self.staging / MANIFEST_FILE, manifest.to_json())
+        encode = partial(read_chunk, self.cut, (path, tokenizer.digest))
+        size = tokenizer.vocab_size
+        with (
+            TokenWriter(shard_paths(self.staging, TRAIN), size, MOST_TOKENS) as train,
+            TokenWriter(shard_paths(self.staging, VAL), size, MOST_TOKENS) as val,
+        ):
+            for side, document in self._documents("encode", encode):
+                (train if side == TRAIN else val).write(document.body)
+        files = self._renamed(TRAIN, train.written), self._renamed(VAL, val.written)
+        write_whole(self.staging / MANIFEST_FILE, self._manifest(tokenizer, *files).to_json())
 
     def _documents(
         self, stage: str, work: Callable[[Chunk], ReadChunk]
@@ -289,35 +276,83 @@ class _Build:
         After the last one, both sides must have a document. So a single document is cut into pieces, and of
         several on one side, one moves to the other: `_ReadAgain`.
         """
-        source, done = self.files.source, 0
-        self.filter = DocumentFilter(source.name, self.options, self.staging, self.moved)
-        with closing(self.filter):
-            for chunk in ordered_map(work, source.chunks(self.files.inputs), self.workers):
-                self.filter.reject(chunk.rejected)
-                for document in chunk.documents:
-                    if (side := self.filter.side(document)) is not None:
-                        yield side, document
-                done += chunk.size
-                self.files.report(stage, done, self.files.total, f"{self.filter.kept:,} documents")
-        self.filter.check_tolerance()
-        self.files.check()
-        if not self.filter.kept:
-            raise no_text(source.name)
-        if self.filter.kept == 1 and self.cut:
+        done = 0
+        self.documents = {TRAIN: 0, VAL: 0}
+        self.kept = self.duplicates = self.rejected = 0
+        self.digest, self.first_rejected = hashlib.sha256(), ""
+        (self.staging / REJECTED_FILE).unlink(missing_ok=True)  # of an earlier reading
+        extremes = list[tuple[int, int]]()  # rank and number of the document of the lowest and highest
+        all_new = nullcontext(lambda content: True)
+        with seen_texts(self.staging / "seen") if self.options.dedup else all_new as is_new:
+            chunks = self.source.chunks(self.inputs)
+            for size, documents, rejected in ordered_map(work, chunks, self.workers):
+                self._reject(rejected)
+                for document in documents:
+                    if not is_new(document.content):
+                        self.duplicates += 1
+                        continue
+                    self.digest.update(document.digest)
+                    ranks = [*extremes, (_rank(document.digest), self.kept)]
+                    extremes = [min(ranks, key=itemgetter(0)), max(ranks, key=itemgetter(0))]
+                    held_out = is_held_out(document.digest, self.options.val_fraction)
+                    side = VAL if held_out != (self.kept == self.moved) else TRAIN
+                    self.documents[side] += 1
+                    self.kept += 1
+                    yield side, document
+                done += size
+                self.report(stage, done, self.total, f"{self.kept:,} documents")
+        self._check_tolerance()
+        self._check_unchanged()
+        if not self.kept:
+            raise no_text(self.source.name)
+        if self.kept == 1 and self.cut:
             raise UserError(
-                f"data source {source.name!r} is a single document, not long enough for pieces of "
+                f"data source {self.source.name!r} is a single document, not long enough for pieces of "
                 f"{PIECE_ENOUGH:,} characters, and a corpus needs two, one of them held out; add text"
             )
-        if self.filter.kept == 1:
+        if self.kept == 1:
             self.cut = True
             raise _ReadAgain
-        if (number := self.filter.to_move()) is not None:
-            self.moved = number
+        if not all(self.documents.values()):
+            (_, lowest), (_, highest) = extremes
+            self.moved = highest if self.documents[VAL] else lowest
             raise _ReadAgain
+
+    def _check_unchanged(self) -> None:
+        """Raise an error if a file has changed since it was digested."""
+        for file, before in zip(self.source.inputs, self.stats, strict=True):
+            now = file.path.stat() if file.path.exists() else None
+            if now is None or (now.st_size, now.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
+                raise UserError(
+                    f"data source {self.source.name!r} changed while it was read, at {file.name}; prepare it "
+                    "again"
+                )
+
+    def _reject(self, records: list[Rejected]) -> None:
+        """Raise an error for the first record, or write all to rejected.jsonl, depending on the options."""
+        if not records:
+            return
+        if self.options.tolerance is None:
+            raise UserError(str(records[0]))
+        self.first_rejected = self.first_rejected or str(records[0])
+        self.rejected += len(records)
+        with (self.staging / REJECTED_FILE).open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps({"where": r.where, "reason": r.reason}) + "\n" for r in records)
+        self._check_tolerance(_ENOUGH_RECORDS)
+
+    def _check_tolerance(self, enough: int = 0) -> None:
+        """Raise an error if of `enough` records or more too many were rejected for the options."""
+        total, allowed = self.kept + self.duplicates + self.rejected, self.options.tolerance or 0.0
+        if total >= enough and self.rejected > allowed * total:
+            raise UserError(
+                f"{self.rejected} of {total} records of {self.source.name!r} were rejected "
+                f"({self.rejected / total:.1%}), more than the {allowed:.1%} that --tolerant allows; the "
+                f"first: {self.first_rejected}"
+            )
 
     def _reported(self, texts: list[str]) -> Iterator[str]:
         for number, text in enumerate(texts, 1):
-            self.files.report("learn", number, len(texts), "")
+            self.report("learn", number, len(texts), "")
             yield text
 
     def _renamed(self, side: str, written: list[TokenFile]) -> list[TokenFile]:
@@ -329,15 +364,15 @@ class _Build:
         return [file]
 
     def _manifest(self, tokenizer: Tokenizer, train: list[TokenFile], val: list[TokenFile]) -> CorpusManifest:
-        documents = self.filter.digest.hexdigest()
+        documents = self.digest.hexdigest()
         parts = ["layout 1", self.identity, documents]
         if self.options.val_fraction != Options.val_fraction:  # older corpora had no other
             parts.append(f"held out {self.options.val_fraction}")
         return CorpusManifest(
             layout=LAYOUT_VERSION,
             version=version("narrowgauge"),
-            source=self.files.source.name,
-            files=self.files.facts,
+            source=self.source.name,
+            files=self.files,
             tokenizer=self.name,
             tokenizer_identity=self.identity,
             options=asdict(self.options),
@@ -346,13 +381,65 @@ class _Build:
             documents_sha256=documents,
             vocab_size=tokenizer.vocab_size,
             dtype=token_dtype(tokenizer.vocab_size).name,
-            train_documents=self.filter.documents[TRAIN],
-            val_documents=self.filter.documents[VAL],
-            duplicates=self.filter.duplicates,
-            rejected=self.filter.rejected,
+            train_documents=self.documents[TRAIN],
+            val_documents=self.documents[VAL],
+            duplicates=self.duplicates,
+            rejected=self.rejected,
             train_tokens=sum(file.tokens for file in train),
             val_tokens=sum(file.tokens for file in val),
             train=train,
             val=val,
             tokenizer_sha256=tokenizer.digest,
         )
+
+
+def is_held_out(digest: bytes, share: float) -> bool:
+    """Whether a document is held out when `share` of all documents are."""
+    r = _rank(digest)
+    return r % 10 * _B + r // 10 < share * 10 * _B
+
+
+def _rank(digest: bytes) -> int:
+    """The integer r of a document, which decides its side."""
+    return int.from_bytes(digest[:8], "big")
+
+
+@contextmanager
+def seen_texts(path: Path) -> Iterator[Callable[[bytes], bool]]:
+    """A function that stores the digest of a text in a temporary file, and returns whether it is new.
+
+    It raises `OSError` if the disk is full or read-only.
+    """
+    database = sqlite3.connect(path, isolation_level=None)
+    for pragma in ("journal_mode = OFF", "synchronous = OFF", f"cache_size = -{_CACHE_KIB}"):
+        database.execute(f"PRAGMA {pragma}")
+    database.execute("CREATE TABLE seen (content BLOB PRIMARY KEY) WITHOUT ROWID")
+    database.execute("BEGIN")
+
+    def add(content: bytes) -> bool:
+        try:
+            return database.execute("INSERT OR IGNORE INTO seen VALUES (?)", (content,)).rowcount == 1
+        except sqlite3.Error as error:
+            raise OSError(f"cannot store the digests for --dedup: {error}") from error
+
+    try:
+        yield add
+    finally:
+        database.close()
+        path.unlink()
+
+
+def _training_texts(documents: Iterable[ReadDocument]) -> list[str]:
+    """The texts to train a tokenizer on, in source order: those with the lowest digests that suffice.
+
+    The texts are the same in every run, and a heap holds no more of them.
+    """
+    heap, characters = list[tuple[int, int, str]](), 0  # (-digest, number, text); the highest digest first
+    for number, document in enumerate(documents):
+        heapq.heappush(heap, (-int.from_bytes(document.digest, "big"), number, document.body))
+        characters += len(document.body)
+        while characters - len(heap[0][2]) >= TRAINING_CHARACTERS:
+            characters -= len(heapq.heappop(heap)[2])
+    key, number, last = heap[0]
+    heap[0] = key, number, last[: TRAINING_CHARACTERS - (characters - len(last))]
+    return [text for _, _, text in sorted(heap, key=itemgetter(1))]

@@ -15,69 +15,71 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from narrowgauge.system.errors import UserError
 from narrowgauge.system.processes import depend_on_parent
-from narrowgauge.trainer.data.sources.records import Chunk, Document, Rejected
-from narrowgauge.trainer.data.sources.text import cut_text
+from narrowgauge.trainer.data.sources.readers import cut_text
+from narrowgauge.trainer.data.sources.records import Chunk, Rejected
 from narrowgauge.trainer.data.token_files.token_file import token_dtype
-from narrowgauge.trainer.data.tokenization.tokenizer import load_tokenizer
-from narrowgauge.trainer.data.tokenization.word_cache import EncodeAll, batch_encoder
+from narrowgauge.trainer.data.tokenization.tokenizer import EncodeAll, batch_encoder, load_tokenizer
 
 A = TypeVar("A")
 B = TypeVar("B")
 
-_NO_IDS: NDArray[Any] = np.empty(0, np.uint16)
 _PENDING = 8  # items for each process that are worked on, or whose results wait for an earlier one
 
 
-@dataclass(frozen=True, eq=False)
-class ReadDocument:
+class ReadDocument(NamedTuple):
     """A document after a worker has read or encoded it."""
 
     digest: bytes  # sha256 of name and text
     content: bytes  # a shorter digest of the text alone
-    text: str  # if it was read
-    ids: NDArray[Any]  # if it was encoded; the first is that of the end of a document, as in llm.c
+    body: Any  # its text, or its ids; the first of these is that of the end of a document, as in llm.c
 
 
-@dataclass(frozen=True)
-class ReadChunk:
-    """The documents of a chunk."""
-
-    size: int  # bytes of the source in this chunk
-    documents: list[ReadDocument]
-    rejected: list[Rejected]
+ReadChunk = tuple[
+    int, list[ReadDocument], list[Rejected]
+]  # the bytes of the source in it, and what they hold
 
 
-def read_chunk(cut: bool, chunk: Chunk) -> ReadChunk:
-    """The texts of a chunk; with `cut`, documents are cut into pieces."""
+def read_chunk(cut: bool, tokenizer: tuple[Path, str] | None, chunk: Chunk) -> ReadChunk:
+    """The texts of a chunk, or their ids.
+
+    Args:
+        cut: Whether documents are cut into pieces.
+        tokenizer: A tokenizer's file and its sha256; None = texts are not encoded.
+        chunk: The chunk.
+    """
     documents, rejected = list[ReadDocument](), list[Rejected]()
     for record in chunk.records():
         if isinstance(record, Rejected):
             rejected.append(record)
+        elif cut:
+            pieces = (piece for piece in enumerate(cut_text([record.text])) if not piece[1].isspace())
+            documents.extend(_digested(f"{record.name}#{number}", text) for number, text in pieces)
         else:
-            documents += map(_digested, _pieces(record) if cut else [record])
-    return ReadChunk(chunk.size, documents, rejected)
+            documents.append(_digested(record.name, record.text))
+    if tokenizer is not None:
+        encode_all, end, dtype = _loaded(*tokenizer)
+        rows = encode_all([document.body for document in documents])
+        for number, (document, row) in enumerate(zip(documents, rows, strict=True)):
+            ids = np.empty(len(row) + 1, dtype)
+            ids[0], ids[1:] = end, row
+            documents[number] = document._replace(body=ids)
+    return chunk.size, documents, rejected
 
 
-def encode_chunk(tokenizer: Path, sha256: str, cut: bool, chunk: Chunk) -> ReadChunk:
-    """The ids of a chunk by the tokenizer in a file of this sha256; `cut` as for `read_chunk`."""
-    read, (encode_all, end, dtype) = read_chunk(cut, chunk), _loaded(tokenizer, sha256)
-    encoded = list[ReadDocument]()
-    rows = encode_all([document.text for document in read.documents])
-    for document, row in zip(read.documents, rows, strict=True):
-        ids = np.empty(len(row) + 1, dtype)
-        ids[0], ids[1:] = end, row
-        encoded.append(replace(document, text="", ids=ids))
-    return replace(read, documents=encoded)
+def _digested(name: str, text: str) -> ReadDocument:
+    # A name may hold bytes of a file system that are not UTF-8; a text may not.
+    of_name = hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()
+    utf8 = text.encode("utf-8")
+    content = hashlib.blake2b(utf8, digest_size=16).digest()
+    return ReadDocument(hashlib.sha256(of_name + utf8).digest(), content, text)
 
 
 @lru_cache(1)  # loaded once in a process; the digest tells a file from an earlier one in the same place
@@ -86,20 +88,6 @@ def _loaded(path: Path, sha256: str) -> tuple[EncodeAll, int, np.dtype[Any]]:
     tokenizer = load_tokenizer(path)
     dtype = token_dtype(tokenizer.vocab_size)
     return batch_encoder(tokenizer, dtype), tokenizer.end_of_document, dtype
-
-
-def _pieces(document: Document) -> Iterator[Document]:
-    for number, text in enumerate(cut_text([document.text])):
-        if not text.isspace():
-            yield Document(f"{document.name}#{number}", text)
-
-
-def _digested(document: Document) -> ReadDocument:
-    # A name may hold bytes of a file system that are not UTF-8; a text may not.
-    name = hashlib.sha256(document.name.encode("utf-8", "surrogateescape")).digest()
-    text = document.text.encode("utf-8")
-    digests = hashlib.sha256(name + text).digest(), hashlib.blake2b(text, digest_size=16).digest()
-    return ReadDocument(*digests, document.text, _NO_IDS)
 
 
 def usable_cores() -> int:

@@ -29,17 +29,14 @@ from itertools import chain, groupby
 from operator import attrgetter
 
 from narrowgauge.system.errors import UserError
-from narrowgauge.trainer.data.sources import paths
+from narrowgauge.trainer.data.sources import paths, readers
 from narrowgauge.trainer.data.sources.records import Chunk, Input, Source
-from narrowgauge.trainer.data.sources.tables import HUB, line_chunks, open_hub, parquet_chunks
-from narrowgauge.trainer.data.sources.text import text_files, text_pieces
-from narrowgauge.trainer.data.sources.wikipedia import dump_chunks, extract_chunks
 
 
 def open_source(name: str, text_key: str = "text") -> Source:
     """Open a source of the table above; the text of a row or line is found under `text_key`."""
-    if name.startswith(HUB):
-        return open_hub(name, text_key)
+    if name.startswith(readers.HUB):
+        return readers.open_hub(name, text_key)
     try:
         files = paths.find_files(name, text_key) if name != paths.STDLIB else paths.standard_library()
     except OSError as error:
@@ -52,19 +49,19 @@ def open_source(name: str, text_key: str = "text") -> Source:
 
 def _chunks(files: Sequence[Input], text_key: str) -> Iterator[Chunk]:
     """The chunks of files in order; a text alone is cut into pieces, and consecutive ones share chunks."""
-    readers: dict[str, Callable[[Input], Iterator[Chunk]]] = {
-        paths.LINES: partial(line_chunks, key=text_key),
-        paths.TABLE: partial(parquet_chunks, key=text_key),
-        paths.EXTRACT: extract_chunks,
-        paths.DUMP: dump_chunks,
+    of_type: dict[str, Callable[[Input], Iterator[Chunk]]] = {
+        paths.LINES: partial(readers.line_chunks, key=text_key),
+        paths.TABLE: partial(readers.parquet_chunks, key=text_key),
+        paths.EXTRACT: readers.extract_chunks,
+        paths.DUMP: readers.dump_chunks,
     }
     if len(files) == 1:
-        readers[paths.TEXT] = text_pieces
+        of_type[paths.TEXT] = readers.text_pieces
     for type_, group in groupby(files, attrgetter("type")):
-        if type_ in readers:
-            yield from chain.from_iterable(map(readers[type_], group))
+        if type_ in of_type:
+            yield from chain.from_iterable(map(of_type[type_], group))
         else:
-            yield from text_files(group)
+            yield from readers.text_files(group)
 
 
 def no_text(source: str) -> UserError:

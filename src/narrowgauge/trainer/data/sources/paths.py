@@ -150,7 +150,11 @@ def warn_of_the_rest(source: str, found: list[Path], files: list[Path]) -> None:
 def visible_files(root: Path, paths: Iterable[Path] | None = None) -> list[Input]:
     """The files in order, without hidden ones; None: those below the root."""
     named = ((path.relative_to(root).as_posix(), path) for path in paths or _below(root))
-    return [Input(name, path) for name, path in sorted(named) if _is_visible_file(name, path)]
+    seen = [(name, path) for name, path in sorted(named) if not re.search(r"(^|/)\.", name)]
+    for _, path in seen:
+        if path.is_symlink() and not path.exists() and file_type(path) is not None:
+            raise UserError(f"{path} is a link that leads nowhere; fix it, or remove it")
+    return [Input(name, path) for name, path in seen if path.is_file()]
 
 
 def _below(root: Path) -> Iterator[Path]:
@@ -175,14 +179,6 @@ def _below(root: Path) -> Iterator[Path]:
 
 def _raise(error: OSError) -> None:
     raise error
-
-
-def _is_visible_file(name: str, path: Path) -> bool:
-    if any(part.startswith(".") for part in name.split("/")):
-        return False
-    if path.is_symlink() and not path.exists() and file_type(path) is not None:
-        raise UserError(f"{path} is a link that leads nowhere; fix it, or remove it")
-    return path.is_file()
 
 
 def _missing(source: str, path: Path) -> UserError:

@@ -86,7 +86,9 @@ class _Scan:
                 for _ in range(len(token) // 2):
                     self._push("{{")
             elif token[0] == "}":
-                self._close_braces(len(token))
+                for _ in range(len(token) // 2):
+                    if self._close("{{") and not self.stack:
+                        self.out.append(HOLE)
             elif token == "[[":
                 if self.open["[["] < _MOST_LINKS:
                     self._push("[[")
@@ -117,11 +119,6 @@ class _Scan:
             self.open[top] -= 1
             if top == bracket:
                 return True
-
-    def _close_braces(self, count: int) -> None:
-        for _ in range(count // 2):
-            if self._close("{{") and not self.stack:
-                self.out.append(HOLE)
 
     def _close_link(self) -> None:
         if not self.stack or self.stack[-1][0] != "[[":

@@ -14,12 +14,13 @@ opened, because a truncated file would otherwise silently map as fewer tokens.
 llm.c's own loader reads only the first kind and seeks with an int, so files for it must stay below 2 GiB. Its
 scripts cut a large corpus into *shards* of 100 million tokens, and so does `prepare --layout llmc`.
 
-Source: `dev/data/data_common.py` and `llmc/dataloader.h` of github.com/karpathy/llm.c.
+Source: `dev/data/` and `llmc/dataloader.h` of github.com/karpathy/llm.c.
 """
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from enum import IntEnum
 from itertools import count
 from pathlib import Path
 from typing import Annotated, Any
@@ -30,12 +31,35 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from narrowgauge.system.errors import UserError
 from narrowgauge.system.files import sha256_of, staged_file
-from narrowgauge.trainer.data.signatures import LlmcMagic
 
 HEADER_BYTES = 1024
 MOST_TOKENS = 2**31 - 1  # the count is an int32
 SHARD_TOKENS = 100_000_000
 _CHUNK = 1 << 22  # tokens checked at once
+
+# The first bytes of what is no token file: the archive in which `torch.save` puts a pickle, and a pickle of
+# protocol 2 or later, which begins with its PROTO opcode (source: Python's `pickletools`).
+ZIP = b"PK\x03\x04"
+PICKLE = tuple(bytes([0x80, protocol]) for protocol in (2, 3, 4, 5))
+
+
+class LlmcMagic(IntEnum):
+    """The first integer of each kind of llm.c file, a little-endian int32."""
+
+    GPT2_MODEL = 20240326
+    DEBUG_STATE = 20240327
+    TOKENIZER = 20240328
+    TOKENS = 20240520
+    EVALUATION = 20240522
+    TRAINING_STATE = 20240527
+    LLAMA3_TOKENS = 20240801
+    LLAMA3_MODEL = 20240803
+
+    @property
+    def kind(self) -> str:
+        """The kind of file in words."""
+        return self.name.lower().replace("_", " ")
+
 
 _DTYPES: dict[tuple[int, int], np.dtype[Any]] = {
     (LlmcMagic.TOKENS, 1): np.dtype("<u2"),
@@ -88,10 +112,7 @@ class TokenWriter(AbstractContextManager["TokenWriter"]):
         self.paths, self.vocab_size, self.most = iter(paths), vocab_size, most
         self.written = list[TokenFile]()  # the files that are complete
         self._stack, self._dtype = ExitStack(), token_dtype(vocab_size)
-
-    def __enter__(self) -> "TokenWriter":
         self._begin()
-        return self
 
     def write(self, ids: NDArray[Any]) -> None:
         """Append ids; a `UserError` if there are more than all files may hold."""
@@ -143,16 +164,18 @@ def shard_paths(directory: Path, stem: str) -> Iterator[Path]:
     return (directory / f"{stem}_{number:06}.bin" for number in count())
 
 
-def open_token_file(path: Path, expected: TokenFile | None = None) -> Tokens:
+def open_token_file(path: Path, expected: TokenFile | None = None, vocab_size: int | None = None) -> Tokens:
     """The tokens of `path`, memory-mapped and read-only: uint16 or uint32 of shape (count,).
 
     Args:
         path: The file.
-        expected: The facts recorded when it was written; None = it is another program's.
+        expected: The facts recorded when it was written, with which all of it is compared; None = it is
+            another program's.
+        vocab_size: All ids must be below it; None = they are not read.
 
     Raises:
-        UserError: the file is not in this layout, its length does not agree with its header, or its count is
-            not the expected one.
+        UserError: the file is not in this layout, its length does not agree with its header, or it is not
+            the expected one.
     """
     fault: Fault = damaged if expected else unfit
     try:
@@ -175,15 +198,11 @@ def open_token_file(path: Path, expected: TokenFile | None = None) -> Tokens:
         raise fault(path, f"it holds {count} tokens, but {expected.tokens} were written")
     if count == 0:
         raise fault(path, "it holds no tokens")
-    return np.memmap(path, dtype=dtype, mode="r", offset=HEADER_BYTES, shape=(count,))
-
-
-def verify_token_file(path: Path, expected: TokenFile, vocab_size: int) -> Tokens:
-    """The tokens of `path`, all read and compared with the facts recorded when it was written."""
-    tokens = open_token_file(path, expected)
-    check_ids(path, tokens, vocab_size, damaged)
-    if sha256_of(path, follow_links=True) != expected.sha256:
-        raise damaged(path, "its sha256 has changed since it was written")
+    tokens = np.memmap(path, dtype=dtype, mode="r", offset=HEADER_BYTES, shape=(count,))
+    if vocab_size is not None:
+        check_ids(path, tokens, vocab_size, fault)
+    if expected is not None and sha256_of(path, follow_links=True) != expected.sha256:
+        raise fault(path, "its sha256 has changed since it was written")
     return tokens
 
 

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, chain, pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -76,7 +75,10 @@ class TokenStream:
         parts = (self._starts(start, start + at_once).tolist() for start in range(0, len(self), at_once))
         for start, stop in pairwise(chain([0], chain.from_iterable(parts), [len(self)])):
             if start < stop:
-                yield self._without_boundaries(self[start:stop])
+                document = self[start:stop]
+                begin = int(document[0] in self.boundaries)
+                ends_so = len(document) > begin and document[-1] in self.boundaries
+                yield document[begin : len(document) - int(ends_so)]
 
     def next_start(self, start: int, within: int) -> int:
         """The first position from `start` on where a document begins; `start` itself if none is nearby."""
@@ -96,12 +98,6 @@ class TokenStream:
             return self.starts[low:high] - at
         begins = np.flatnonzero(np.isin(row, self.boundaries)) + (not self.boundary_first)
         return begins[begins < len(row)]
-
-    def _without_boundaries(self, document: NDArray[Any]) -> NDArray[Any]:
-        """A document without a boundary id at its start or end."""
-        begin = int(document[0] in self.boundaries)
-        end = len(document) - int(len(document) > begin and document[-1] in self.boundaries)
-        return document[begin:end]
 
 
 @dataclass(frozen=True)
@@ -124,7 +120,6 @@ class Dataset:
     train: Mixture
     val: Mixture
     digest: str
-    tokenizer_file: Path | None = None  # of a corpus, whose tokenizer also serves the texts after it
 
 
 def as_mixture(tokens: "Mixture | TokenStream | Tokens") -> Mixture:

@@ -15,6 +15,20 @@ programs can read: `bytes` is a byte-level BPE without merges, and is recognised
 
 The end of a document is an id that no text can produce: where a text happens to contain the characters
 `<|endoftext|>`, they are encoded like any other characters (`TextGuard`).
+
+**Words.** `batch_encoder` encodes texts faster than the library, to the same ids: bytes as they are, and
+words from a cache, so that no word is encoded twice. GPT-2's tokenizer, like every byte-level BPE modelled on
+it, cuts a text into pieces by a pattern and encodes each piece separately:
+
+    's|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+
+
+No piece has white space after another character, and no match depends on text before its start. There is thus
+always a cut before a run of white space, and a text is a sequence of *words*: a run of white space and the
+run of other characters after it. The ids of a text are the concatenated ids of its words. The ids of a word
+are looked up, and the library computes them only for a new word. Half of English is a few hundred words.
+
+The pattern and its definition of white space: `pre_tokenizers/byte_level.rs` of
+github.com/huggingface/tokenizers, and Unicode's property White_Space, which Oniguruma's `\\s` matches.
 """
 
 import hashlib
@@ -24,10 +38,13 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Library
 
@@ -47,6 +64,14 @@ END_OF_DOCUMENT = "<|endoftext|>"
 # kind; and nanochat, which like us begins a document with it.
 _ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]", "<|bos|>")
 _PARALLELISM = "TOKENIZERS_PARALLELISM"
+
+_SPACE = r"\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
+_WORD = re.compile(f"[{_SPACE}]*[^{_SPACE}]+|[{_SPACE}]+")
+_MOST_WORDS = 1 << 18  # words in the cache: some 60 MB
+_MOST_LENGTH = 64  # characters of a word in the cache
+
+Ids = NDArray[np.unsignedinteger[Any]]
+EncodeAll = Callable[[list[str]], Iterable[Sequence[int] | Ids]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -304,11 +329,10 @@ class TextGuard:
             return None
         prefix, suffix = model["continuing_subword_prefix"] or "", model["end_of_word_suffix"] or ""
         bare = (token.removeprefix(prefix).removesuffix(suffix) for token in vocabulary)
-        added = (token["content"] for token in self._added if not token["special"])  # matched in the text
-        return {token for token in bare if len(token) == 1}.union(*map(self._begun, added))
-
-    def _begun(self, text: str) -> set[str]:
-        return set(text) | {byte_characters()[byte] for byte in text.encode("utf-8")}
+        added = "".join(token["content"] for token in self._added if not token["special"])  # matched in texts
+        letters = byte_characters()
+        of_added = {*added, *(letters[byte] for byte in added.encode("utf-8"))}
+        return {token for token in bare if len(token) == 1} | of_added
 
     def checked(self, text: str, ids: list[int], encode: Callable[[str], list[int]]) -> list[int]:
         """The ids of a text without control tokens; `encode` encodes its parts."""
@@ -352,3 +376,45 @@ def _unknown_id(model: dict[str, Any]) -> int | None:
         return model["unk_id"]
     vocabulary: dict[str, int] = model["vocab"]
     return vocabulary.get(model.get("unk_token") or "")
+
+
+def batch_encoder(
+    tokenizer: Tokenizer, dtype: np.dtype[Any]
+) -> Callable[[list[str]], Iterable[Sequence[int] | Ids]]:
+    """The fastest function that gives the tokenizer's ids for each text, which `dtype` can hold."""
+    if tokenizer.is_bytes:
+        return lambda texts: (np.frombuffer(text.encode("utf-8"), np.uint8) for text in texts)
+    by_words = word_encoder(tokenizer, dtype)
+    return tokenizer.encode_batch if by_words is None else partial(map, by_words)
+
+
+def word_encoder(tokenizer: Tokenizer, dtype: np.dtype[Any]) -> Callable[[str], Ids] | None:
+    """`tokenizer.encode` into an array of `dtype`, word by word; None if words depend on each other.
+
+    They do not in a byte-level BPE with GPT-2's pattern, none of whose parts looks across pieces.
+    """
+    facts = json.loads(tokenizer.library.to_str())
+    cut, model = facts["pre_tokenizer"] or {}, facts["model"]
+    is_by_words = (
+        facts["normalizer"] is None
+        and (cut.get("type"), cut.get("use_regex"), cut.get("add_prefix_space")) == ("ByteLevel", True, False)
+        and (model.get("type"), model.get("dropout")) == ("BPE", None)
+        and all(token["special"] for token in facts["added_tokens"])  # not matched in the text
+    )
+    if not is_by_words:
+        return None
+    ids_of = _WordCache(tokenizer).__getitem__
+    return lambda text: np.fromiter(chain.from_iterable(map(ids_of, _WORD.findall(text))), dtype)
+
+
+class _WordCache(dict[str, tuple[int, ...]]):
+    """The ids of the words so far; a new word is encoded, and stored while there is room."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._encode = tokenizer.encode
+
+    def __missing__(self, word: str) -> tuple[int, ...]:
+        ids = tuple(self._encode(word))
+        if len(self) < _MOST_WORDS and len(word) <= _MOST_LENGTH:
+            self[word] = ids
+        return ids

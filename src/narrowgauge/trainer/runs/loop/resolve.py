@@ -37,13 +37,13 @@ from narrowgauge.system.units import human_bytes, parse_bytes
 from narrowgauge.trainer.data import (
     AUTO,
     Dataset,
+    Progress,
     count_windows,
     load_tokenizer,
     open_data,
     split_sources,
     vocabulary_before_reading,
 )
-from narrowgauge.trainer.data.cache import Progress
 from narrowgauge.trainer.distributed import Coordinator, World, check_degrees, world_from
 from narrowgauge.trainer.models import count_parameters
 from narrowgauge.trainer.models.sizes import CUSTOM

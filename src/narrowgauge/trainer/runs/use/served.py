@@ -56,8 +56,7 @@ from narrowgauge.trainer.checkpoint.interop.read_back import (
     is_same,
     wrong_input_scales,
 )
-from narrowgauge.trainer.data import validation_batches
-from narrowgauge.trainer.data.cache import Progress
+from narrowgauge.trainer.data import Progress, validation_batches
 from narrowgauge.trainer.runs.choices import SERVERS
 from narrowgauge.trainer.runs.use.export import (
     differences_from_run,

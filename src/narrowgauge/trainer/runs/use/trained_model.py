@@ -21,13 +21,13 @@ from narrowgauge.trainer.data import (
     Batch,
     Dataset,
     Mixture,
+    Progress,
     Tokenizer,
     load_tokenizer,
     open_data,
     split_sources,
     validation_batches,
 )
-from narrowgauge.trainer.data.cache import Progress
 from narrowgauge.trainer.data.token_files.source import token_files
 from narrowgauge.trainer.models import Transformer
 from narrowgauge.trainer.models.sizes import name_of
@@ -165,7 +165,7 @@ def held_out_batches(
     data, size = config.data, config.training.micro_batch_size
     length = length or data.sequence_length
     sequences = None if batches is None else held_out_sequences(config.training, batches)
-    return validation_batches(tokens, size, length, None, data.separate_documents, sequences)
+    return validation_batches(tokens, size, length, sequences, data.separate_documents)
 
 
 def run_data(trained: TrainedRun, source: str | None, progress: Progress | None = None) -> Dataset:
