@@ -88,12 +88,7 @@ class Result:
             raise UserError(
                 f"{path}: its name must end in {', '.join(writers)}, which decides what is written"
             )
-        text = writers[path.suffix]()
-        try:
-            write_whole(path, text)
-        except OSError as error:
-            raise UserError(f"{path} cannot be written: {error.strerror}; name another file") from None
-        return path
+        return write_result(path, writers[path.suffix]())
 
     def writers(self) -> dict[str, Callable[[], str]]:
         """What `save` writes, by the ending of a name."""
@@ -115,6 +110,15 @@ class Result:
         """The view in a notebook: the picture, if there is one, and the rows as a table."""
         picture = self.plot() if type(self).plot is not Result.plot else ""
         return f"{picture}{html_table(self.rows())}"
+
+
+def write_result(path: Path, text: str) -> Path:
+    """Write a file that a user has named, and return its path."""
+    try:
+        write_whole(path, text)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}; name another file") from None
+    return path
 
 
 def csv_text(rows: Sequence[Mapping[str, Any]]) -> str:

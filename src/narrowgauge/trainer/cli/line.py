@@ -13,6 +13,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache, partial
 from importlib import import_module
 from itertools import takewhile
@@ -31,13 +32,12 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
     "plan": {
         "advise": "trainer.laboratory.advise.advise",
         "plan": "trainer.laboratory.plan",
-        "predict": "trainer.cli.verbs.predict",
+        "predict": "trainer.cli.verbs.recipes",
         "doctor": "trainer.cli.verbs.machine",
     },
-    "data and models": {
-        "prepare": "trainer.cli.verbs.prepare",
-        **dict.fromkeys(("import", "export", "served", "sample", "eval"), "trainer.cli.verbs.models"),
-    },
+    "data and models": dict.fromkeys(
+        ("prepare", "import", "export", "served", "sample", "eval"), "trainer.cli.verbs.models"
+    ),
     "train": {
         "train": "trainer.laboratory.train",
         "compare": "trainer.laboratory.compare",
@@ -161,8 +161,7 @@ class Parser(argparse.ArgumentParser):
         self._negative_number_matcher = _NEGATIVE
         self.help_option = self.add_argument("-h", "--help", action="store_true", help="show this and exit")
         self.set_defaults(verb=verb)
-        for option in signature.options_of(function):
-            option.add_to(self)
+        signature.add_options(self, function)
         if signature.takes_keys(function):
             self._take_keys()
 
@@ -179,7 +178,7 @@ class Parser(argparse.ArgumentParser):
         self.help_option.help = "show this and exit; all: every key; SECTION: its keys"
         text = "a file, or a name that ships, such as gpt2-124m"
         self.add_argument("config", metavar="CONFIG.toml", type=reader(Path), nargs="?", help=text)
-        if not self.has("--out"):
+        if "--out" not in self._option_string_actions:
             self.add_argument("--out", type=reader(Path), metavar="DIR", help="the run directory")
         for short, name in SHORT.items():
             text = str(keys[name]).replace("%", "%%")
@@ -198,17 +197,12 @@ class Parser(argparse.ArgumentParser):
             has_topic = self.names and topic and not topic[0].startswith("-")
             print(keys_text(topic[0]) if has_topic else self.format_help(), end="", flush=True)
             sys.exit()
-        if not self.has_rest:
+        if self.verb != "launch":  # which takes the words of another line
             words = [*map(self._named, own), *words[len(own) :]]
         options, rest = self.parse_known_args(words)
         if rest:
             raise self.unknown_argument(rest[0])
         return options
-
-    @property
-    def has_rest(self) -> bool:
-        """Whether the verb takes the words of another line."""
-        return any(action.nargs == argparse.REMAINDER for action in self._actions)
 
     def _named(self, word: str) -> str:
         """The word, with another name of an option replaced by its canonical name."""
@@ -219,22 +213,16 @@ class Parser(argparse.ArgumentParser):
         if not name.startswith("--") or " " in name or name == "--" or name in options:
             return word
         own = plain(name[2:])
-        aliased = (key for key, known in _known_keys().items() if known.alias == own)
-        ways = [f"--{own}", *(f"--{plain(key.rpartition('.')[2])}" for key in aliased)]
+        ways = [f"--{own}"]
+        with suppress(ImportError):  # of pydantic, for which the doctor has an answer
+            aliased = (key for key, known in training.config_keys().items() if known.alias == own)
+            ways += [f"--{plain(key.rpartition('.')[2])}" for key in aliased]
         named = next((way for way in ways if way in options), None)
         if named is None and self.names:
             named = f"--{key_of(name[2:], self.names) or name[2:]}"
         if named not in options:
             raise self.unknown_argument(word)
         return f"{named}{equals}{value}"
-
-    def has(self, option: str) -> bool:
-        """Whether the verb has an option of this name."""
-        return option in self._option_string_actions
-
-    def has_key(self, option: str) -> bool:
-        """Whether the verb has a key that this name may mean."""
-        return plain(option[2:]) in other_names(self.names)
 
     def format_help(self) -> str:
         """The help on one screen."""
@@ -262,7 +250,11 @@ class Parser(argparse.ArgumentParser):
         name = argument.split("=")[0]
         if "." in name and self.names:
             return unknown_key(name.lstrip("-"), self.names, "--")
-        if verbs := verbs_with(name):
+        parsers = {verb: parser_of(verb) for verb in VERBS}
+        verbs = [verb for verb, p in parsers.items() if name in p._option_string_actions] or [
+            verb for verb, p in parsers.items() if plain(name[2:]) in other_names(p.names)
+        ]
+        if verbs:
             *first, last = verbs
             have = f"{', '.join(first)} and {last} have" if first else f"{last} has"
             return UserError(f"unknown option {name!r}; {have} it, {self.verb} does not")
@@ -270,14 +262,6 @@ class Parser(argparse.ArgumentParser):
         known = [*self._option_string_actions, *others]
         error = unknown("option", name, known)
         return error if nearest(name, known) else UserError(f"{error}; see '{self.prog} --help'")
-
-
-def _known_keys() -> "Mapping[str, training.Key]":
-    """The keys of the configuration; none where pydantic is missing, which the doctor answers."""
-    try:
-        return training.config_keys()
-    except ImportError:
-        return {}
 
 
 OF_THE_COMMAND = ("-h", "--help", "-V", "--version")  # options without a verb
@@ -307,13 +291,6 @@ def check_verb(words: list[str]) -> None:
 
 
 parser_of = cache(Parser)  # one for each verb
-
-
-def verbs_with(option: str) -> list[str]:
-    """The verbs that have an option of this name, else those with a key that it may mean; as in the help."""
-    return [verb for verb in VERBS if parser_of(verb).has(option)] or [
-        verb for verb in VERBS if parser_of(verb).has_key(option)
-    ]
 
 
 def require_sources(options: argparse.Namespace) -> None:

@@ -9,8 +9,7 @@ configuration: of its parameters only annotated ones are options, because the ot
 import argparse
 import inspect
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, Unpack, get_args, get_origin, get_type_hints
@@ -21,60 +20,6 @@ from narrowgauge.trainer.laboratory.arguments import Form, Line
 
 Function = Callable[..., Any]
 _PLAIN = (str, int, float, bool, Path)
-
-
-@dataclass(frozen=True)
-class Option:
-    """One parameter of a verb's function, as the command line has it."""
-
-    name: str
-    kind: Any
-    form: Form
-    help: str
-    default: Any
-
-    @property
-    def is_required(self) -> bool:
-        """Whether a line has to have it."""
-        return self.default is inspect.Parameter.empty
-
-    @property
-    def flag(self) -> str:
-        """Its name on the command line."""
-        return self.form.flag or f"--{self.name.strip('_').replace('_', '-')}"
-
-    @property
-    def text(self) -> str:
-        """Its help, with its default."""
-        value = self.default
-        is_said = self.is_required or value in (None, False, "", (), 0)
-        shown = ",".join(value) if isinstance(value, tuple) else value
-        text = self.help if is_said else f"{self.help} ({shown})"
-        return f"required: {text}" if self.is_required and not self.form.is_positional else text
-
-    def add_to(self, p: argparse.ArgumentParser) -> None:
-        """Add it to a parser."""
-        form, kind = self.form, self.kind
-        how: dict[str, Any] = {"help": self.text.replace("%", "%%"), "dest": self.name}
-        is_many = get_origin(kind) is tuple and not form.is_list
-        if kind is bool:
-            p.add_argument(self.flag, action="store_true", **how)
-            return
-        how |= {"metavar": form.metavar} if form.metavar else {}
-        how["default"] = None if self.is_required else self.default
-        if get_origin(kind) is Literal:
-            how["choices"] = get_args(kind)
-        else:
-            how["type"] = reader(form.read or (get_args(kind)[0] if is_many else kind))
-        if form.is_list:
-            how["action"] = Join
-        if form.is_positional:
-            how["nargs"] = form.nargs or ("+" if is_many else None if self.is_required else "?")
-            p.add_argument(how.pop("dest"), **how)
-            return
-        how |= {"nargs": "+", "action": "extend"} if is_many else {}
-        how |= {"nargs": "?", "const": form.alone} if form.alone is not None else {}
-        p.add_argument(self.flag, required=self.is_required, **how)
 
 
 class Join(argparse.Action):
@@ -104,33 +49,59 @@ def reader(read: Callable[[str], Any]) -> Callable[[str], Any]:
     return value_of
 
 
-def options_of(function: Function) -> Iterator[Option]:
-    """The options of a verb, in the order of its parameters."""
+def add_options(p: argparse.ArgumentParser, function: Function) -> None:
+    """Add the options of a verb to its parser, in the order of its function's parameters."""
     hints, described = get_type_hints(function, include_extras=True), described_parameters(function)
     keys = takes_keys(function)  # of which some are parameters of Python as well
     for name, parameter in inspect.signature(function).parameters.items():
-        if keys and get_origin(hints[name]) is not Annotated:
-            continue
-        if get_origin(hints[name]) is Unpack:  # keywords of several functions
-            keywords = get_type_hints(get_args(hints[name])[0], include_extras=True)
-            found = [_option(key, hint, None) for key, hint in keywords.items()]
-        else:
-            found = [_option(name, hints[name], parameter.default, described.get(name, ""))]
-        yield from filter(None, found)
+        if get_origin(hints[name]) is Unpack:
+            for keyword, hint in keywords_of(function).items():
+                _add(p, keyword, hint, None)
+        elif not keys or get_origin(hints[name]) is Annotated:
+            _add(p, name, hints[name], parameter.default, described.get(name, ""))
     prints = "console" in hints
     if isinstance(answer := hints.get("return"), type) and issubclass(answer, Result) and not prints:
-        yield Option("json", bool, Form(), "print JSON", False)
+        p.add_argument("--json", action="store_true", help="print JSON")
 
 
-def _option(name: str, hint: Any, default: Any, described: str = "") -> Option | None:
-    """The option of a parameter; None for what is not for the command line."""
+def keywords_of(function: Function) -> dict[str, Any]:
+    """The types of the keywords that a function takes as a TypedDict, which several functions share."""
+    hints = get_type_hints(function, include_extras=True).values()
+    found = [get_args(hint)[0] for hint in hints if get_origin(hint) is Unpack]
+    return get_type_hints(found[0], include_extras=True) if found else {}
+
+
+def _add(p: argparse.ArgumentParser, name: str, hint: Any, default: Any, text: str = "") -> None:
+    """Add the option of a parameter, unless its type is not for the command line."""
     kind, notes = _taken_apart(hint)
-    forms = [note for note in notes if isinstance(note, Form)]
+    forms = [vars(note) for note in notes if isinstance(note, Form)]
     if not (forms or kind in _PLAIN or get_origin(kind) is Literal):
-        return None
-    text = [described, *(note for note in notes if isinstance(note, str))][-1]
-    form = Form(**{key: value for form in forms for key, value in vars(form).items() if value})
-    return Option(name, kind, form, text, default)
+        return
+    form = Form(**{key: value for one in forms for key, value in one.items() if value})
+    flag = form.flag or f"--{name.strip('_').replace('_', '-')}"
+    text = [text, *(note for note in notes if isinstance(note, str))][-1]
+    if is_required := default is inspect.Parameter.empty:
+        text, default = text if form.is_positional else f"required: {text}", None
+    elif default not in (None, False, "", (), 0):
+        text += f" ({','.join(default) if isinstance(default, tuple) else default})"
+    how: dict[str, Any] = {"help": text.replace("%", "%%"), "dest": name}
+    if kind is bool:
+        p.add_argument(flag, action="store_true", **how)
+        return
+    is_many = get_origin(kind) is tuple and not form.is_list
+    how |= {"default": default} | ({"metavar": form.metavar} if form.metavar else {})
+    if get_origin(kind) is Literal:
+        how["choices"] = get_args(kind)
+    else:
+        how["type"] = reader(form.read or (get_args(kind)[0] if is_many else kind))
+    how |= {"action": Join} if form.is_list else {}
+    if form.is_positional:
+        how["nargs"] = form.nargs or ("+" if is_many else None if is_required else "?")
+        p.add_argument(how.pop("dest"), **how)
+        return
+    how |= {"nargs": "+", "action": "extend"} if is_many else {}
+    how |= {"nargs": "?", "const": form.alone} if form.alone is not None else {}
+    p.add_argument(flag, required=is_required, **how)
 
 
 def _taken_apart(hint: Any) -> tuple[Any, list[Any]]:
@@ -164,10 +135,8 @@ def examples_of(function: Function) -> list[str]:
 
 def call(function: Function, options: Line, **more: Any) -> Any:
     """Call a verb's function with the values of its options, and with what it takes of `more`."""
-    parameters = inspect.signature(function).parameters
-    given = {name: value for name, value in more.items() if name in parameters}
-    for name in (option.name for option in options_of(function)):
-        value = getattr(options, name)
-        if name in parameters or (value is not None and name != "json"):  # or a keyword that is given
-            given[name] = value
-    return function(**given)
+    values, parameters = vars(options) | more, inspect.signature(function).parameters
+    given = {name: value for name, value in values.items() if name in parameters}
+    return function(
+        **given, **{name: values[name] for name in keywords_of(function) if values[name] is not None}
+    )

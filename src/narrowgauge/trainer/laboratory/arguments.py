@@ -11,7 +11,7 @@ its recipe, and the same line in another process has to find it.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
@@ -176,18 +176,6 @@ def recipe_name(given: RecipeLike, file: Path) -> str:
     if not file.is_file() or file.read_text(encoding="utf-8") != found.text:
         write_whole(file, found.text)
     return str(file)
-
-
-def short_name(given: RecipeLike) -> str:
-    """The name of a recipe's arm: that of the recipe, or of its file."""
-    return Path(given).stem if isinstance(given, str | Path) else recipe(given).name
-
-
-def own_functions(config: training.Config) -> Iterator[str]:
-    """The names of the casts in a configuration's recipe that are functions of this process."""
-    found = config.spec.recipe
-    for casts in (found.casts, *(rule.casts for rule in found.rules)):
-        yield from (cast.function for cast in casts.values() if cast.function)
 
 
 def config_of(

@@ -9,20 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from narrowgauge.recipes import RecipeLike, recipe_list
+from narrowgauge.recipes import RecipeLike, recipe, recipe_list
 from narrowgauge.system.errors import UserError, checked
 from narrowgauge.system.result import Result, Row
 from narrowgauge.trainer import distributed, report  # each name is imported when it is used
 from narrowgauge.trainer.experiment.grid import RECIPE, Variant, parse_variant
 from narrowgauge.trainer.laboratory import arguments as given
-from narrowgauge.trainer.laboratory.arguments import (
-    Form,
-    Section,
-    own_functions,
-    recipe_name,
-    short_name,
-    values_of,
-)
+from narrowgauge.trainer.laboratory.arguments import Form, Section, recipe_name, values_of
 from narrowgauge.trainer.laboratory.chart import curves
 
 if TYPE_CHECKING:
@@ -172,7 +165,7 @@ def compare(
         values, path = given.config_values(line), line.out
     named = []
     for one in recipe_list(recipes):
-        name = short_name(one)
+        name = Path(one).stem if isinstance(one, str | Path) else recipe(one).name
         named.append((name, {RECIPE: recipe_name(one, Path(path or "") / f"{name}.recipe.toml")}))
     others = list(variants.items() if isinstance(variants, Mapping) else variants or ())
     experiment = make_experiment(values, named, others, seeds, arms, rungs, jobs)
@@ -226,7 +219,12 @@ def _require_ready(experiment: Experiment, out: Path) -> int:
     world = distributed.world_from(os.environ, 0)
     for run in experiment.runs:
         check_vocabulary(run.config)
-        if (names := list(own_functions(run.config))) and state_of(out / run.name) == "open":
+        own = run.config.spec.recipe
+        every = [
+            cast for casts in (own.casts, *(rule.casts for rule in own.rules)) for cast in casts.values()
+        ]
+        names = [cast.function for cast in every if cast.function]
+        if names and state_of(out / run.name) == "open":
             raise UserError(
                 f"{run.name}: cast {names[0]!r} is a function of this process, and runs train in others; "
                 f"train it here first, by narrowgauge.train(..., out={str(out / run.name)!r})"

@@ -24,6 +24,7 @@ knows why.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -31,13 +32,13 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from narrowgauge.nn import Gauges, Stepped
+from narrowgauge.nn import Gauges
 from narrowgauge.nn.gauges import LayerGauge, means
 from narrowgauge.nn.observer import Observation
+from narrowgauge.nn.step_state import stepped_modules
 from narrowgauge.recipes.places import GAUGED_PLACES
 from narrowgauge.system.errors import UserError, checked
-from narrowgauge.system.files import write_whole
-from narrowgauge.system.result import Result, Row, text_table
+from narrowgauge.system.result import Result, Row, text_table, write_result
 from narrowgauge.trainer.laboratory.chart import heat
 
 Values = Mapping[str, float]
@@ -95,8 +96,8 @@ class Reading:
 
     def as_row(self) -> Row:
         """The reading as a flat dictionary."""
-        row: Row = {"step": self.step, "layer": self.layer, "place": self.place, "cast": self.cast}
-        return {**row, "snr_db": self.snr_db, **self.figures}
+        facts = {name: value for name, value in vars(self).items() if name != "figures"}
+        return {**facts, **self.figures}
 
     def __getitem__(self, key: str) -> Any:
         return self.as_row()[key]
@@ -123,20 +124,15 @@ class GaugeMap(Result, tuple[Reading, ...]):
     def _cells(self) -> tuple[list[str], list[str], dict[tuple[str, str], float]]:
         values = {(r.layer, r.place): r.snr_db for r in self if r.snr_db is not None}
         layers = list(dict.fromkeys(layer for layer, _ in values))
-        places = [place for place in GAUGED_PLACES if any(place == p for _, p in values)]
-        return layers, places, values
+        return layers, [place for place in GAUGED_PLACES if place in {p for _, p in values}], values
 
     def table(self) -> str:
         """Decibels of signal to quantization noise by layer and place; empty where nothing was lost."""
         layers, places, values = self._cells()
-        lines = [("layer", *places)]
-        for layer in layers:
-            found = (values.get((layer, place)) for place in places)
-            lines.append((layer, *("" if x is None else f"{x:.2f}" for x in found)))
-        return (
-            text_table(lines)
-            + "\nsignal to quantization noise, dB; at 20 dB the noise is a tenth of the values"
-        )
+        shown = {key: f"{decibels:.2f}" for key, decibels in values.items()}
+        lines = [(layer, *(shown.get((layer, place), "") for place in places)) for layer in layers]
+        note = "signal to quantization noise, dB; at 20 dB the noise is a tenth of the values"
+        return f"{text_table([('layer', *places), *lines])}\n{note}"
 
     def plot(self) -> str:
         """The map as a picture: the darker, the less noise."""
@@ -144,11 +140,7 @@ class GaugeMap(Result, tuple[Reading, ...]):
 
 
 class GaugeSession:
-    """Gauges that are attached to a model between `with` and the end of its block.
-
-    Attributes:
-        readings: The readings of each step that was read, by its number.
-    """
+    """Gauges that are attached to a model between `with` and the end of its block."""
 
     def __init__(
         self, model: torch.nn.Module, every: int, own: Mapping[str, Figure], to: Sequence[object]
@@ -156,18 +148,14 @@ class GaugeSession:
         """Find the layers under a recipe; nothing is attached yet."""
         self.model, self.every, self.own = model, every, dict(own)
         self._reports = [reporter(one) for one in to]
-        self.layers: dict[str, torch.nn.Module] = dict(
-            filter(lambda named: isinstance(named[1], Stepped), model.named_modules())
-        )
-        if not self.layers:
+        if not stepped_modules(model):
             raise UserError(
                 f"{type(model).__name__} has no layer under a recipe, and gauges read what casts do; put it "
                 "under one first: ng.convert(model, 'mxfp8')"
             )
         if every < 1:
             raise UserError(f"every = {every} must be a number of steps from 1 on")
-        self.readings: dict[int, list[Reading]] = {}
-        self._lines: list[dict[str, Any]] = []
+        self._lines: dict[int, list[dict[str, Any]]] = {}  # of each step that was read, as `Gauges` has them
         self._step, self._reader = 1, None if every > 1 else Gauges.of(self.model)
         self._own_figures: dict[tuple[str, str], dict[str, float]] = {}
         self._handles: list[Any] = []
@@ -192,24 +180,26 @@ class GaugeSession:
                 self._keep(reader)
         self._reader = None
 
+    @property
+    def readings(self) -> dict[int, list[Reading]]:
+        """The readings of each step that was read, by its number."""
+        return {step: self._read(step) for step in self._lines}
+
     def map(self, step: int | None = None) -> GaugeMap:
         """The readings of a step; None for the last that was read.
 
         Raises:
             UserError: Nothing was read, or not in this step.
         """
-        if not self.readings:
+        if not self._lines:
             raise UserError("nothing was read: no pass of the model was computed inside the with block")
-        if step is not None and step not in self.readings:
-            raise UserError(
-                f"step {step} was not read; those that were: {', '.join(map(str, self.readings))}"
-            )
-        return GaugeMap(self.readings[max(self.readings) if step is None else step])
+        if step is not None and step not in self._lines:
+            raise UserError(f"step {step} was not read; those that were: {', '.join(map(str, self._lines))}")
+        return GaugeMap(self._read(max(self._lines) if step is None else step))
 
     def entries(self, prefix: str = "narrowgauge/") -> dict[str, float]:
         """The means over layers of the last readings by place, for `wandb.log` and other reporters."""
-        last = max(self.readings, default=0)
-        return means([line for line in self._lines if line["step"] == last], prefix)
+        return means(self._lines[max(self._lines)] if self._lines else [], prefix)
 
     def report(self, path: str | Path) -> Path:
         """Write a page with the map of every step that was read, and return its path.
@@ -221,12 +211,8 @@ class GaugeSession:
 
         self.map()
         path = Path(path)
-        run = Run(path.stem, path, status="done", gauges=self._lines)
-        try:
-            write_whole(path, render_report([run]))
-        except OSError as error:
-            raise UserError(f"{path} cannot be written: {error.strerror}; name another file") from None
-        return path
+        run = Run(path.stem, path, status="done", gauges=[*chain.from_iterable(self._lines.values())])
+        return write_result(path, render_report([run]))
 
     def _attach(self) -> None:
         if (reader := self._reader) is None:
@@ -234,9 +220,8 @@ class GaugeSession:
         reader.begin_micro_batch(is_first=True, is_last=True)
         self._own_figures = {}
         if self.own:
-            for name, layer in self.layers.items():
-                own = _WithOwn(LayerGauge(name, reader), self.own, self._own_figures)
-                layer.observer = own  # type: ignore[assignment]
+            for name, layer in reader.layers.items():
+                layer.observer = _WithOwn(name, reader, self.own, self._own_figures)
 
     def _is_of_model(self, optimizer: torch.optim.Optimizer) -> bool:
         own = {id(p) for p in self.model.parameters()}
@@ -260,39 +245,36 @@ class GaugeSession:
 
     def _keep(self, reader: Gauges) -> None:
         """Fetch the readings of a step."""
-        lines = reader.lines(self._step)
-        for line in lines:
-            line |= self._own_figures.get((line["layer"], line["place"]), {})
+        own = self._own_figures
+        lines = [line | own.get((line["layer"], line["place"]), {}) for line in reader.lines(self._step)]
+        self._lines[self._step] = lines
+        for report in self._reports:
+            report(self._step, self.entries())
+
+    def _read(self, step: int) -> list[Reading]:
         names = (*_FIGURES, *self.own)
-        self.readings[self._step] = [
+        return [
             Reading(
                 *(line["step"], line["layer"], line["place"], line["cast"], line.get("sqnr_db")),
                 {name: line.get(name) for name in names},
             )
-            for line in lines
+            for line in self._lines[step]
         ]
-        self._lines += lines
-        for report in self._reports:
-            report(self._step, self.entries())
 
 
 @dataclass(frozen=True)
-class _WithOwn:
+class _WithOwn(LayerGauge):
     """An observer that also computes custom gauges, once for each place."""
 
-    gauge: LayerGauge
     own: Mapping[str, Figure]
     found: dict[tuple[str, str], dict[str, float]]
 
     def operand(self, observation: Observation) -> None:
-        self.gauge.operand(observation)
-        key = (self.gauge.layer, observation.place)
+        super().operand(observation)
+        key = (self.layer, observation.place)
         if key not in self.found:
             x, seen = observation.x.detach().float(), observation.seen.detach().float()
             self.found[key] = {name: float(figure(x, seen)) for name, figure in self.own.items()}
-
-    def product(self, place: str, c_MN: torch.Tensor, a_RK: torch.Tensor, b_NK: torch.Tensor) -> None:
-        self.gauge.product(place, c_MN, a_RK, b_NK)
 
 
 @checked

@@ -103,15 +103,9 @@ class Answer:
     def as_row(self) -> Row:
         """The answer as values."""
         gap = self.forecast.gap_percent
+        names = ("recipe", "line", "layout", "memory_gib", "tokens", "days", "device_hours", "cost")
         return {
-            "recipe": self.recipe,
-            "line": self.line,
-            "layout": self.layout,
-            "memory_gib": self.memory_gib,
-            "tokens": self.tokens,
-            "days": self.days,
-            "device_hours": self.device_hours,
-            "cost": self.cost,
+            **{name: getattr(self, name) for name in names},
             "currency": self.price.currency if self.price else "",
             "gap_percent": None if gap is None else gap.as_json(),
             "extra_tokens_percent": self.extra_tokens,
@@ -155,13 +149,8 @@ class Advice(Result):
 
     def as_json(self) -> dict[str, Any]:
         """The answers, or the refusal, and the reasons."""
-        return {
-            "answers": self.rows(),
-            "refused": self.refused,
-            "changes": self.changes,
-            "lost": self.lost,
-            "notes": self.notes,
-        }
+        reasons = {name: getattr(self, name) for name in ("refused", "changes", "lost", "notes")}
+        return {"answers": self.rows(), **reasons}
 
     def table(self) -> str:
         """The answers, their lines, and the reasons."""
@@ -173,11 +162,9 @@ class Advice(Result):
                 f"{number}. {answer.recipe}: {answer.why}; {answer.point.setting.words}\n   {answer.line}"
             )
         if self.changes:
-            parts.append(
-                "\n".join(["what would change the answer:", *(f"  {text}" for text in self.changes)])
-            )
+            parts += ["what would change the answer:", *(f"  {text}" for text in self.changes)]
         if self.lost:
-            parts.append("\n".join(["why the others lost:", *_reasons(self.lost)]))
+            parts += ["why the others lost:", *_reasons(self.lost)]
         return "\n".join([*parts, *self.notes])
 
     def plot(self) -> str:
