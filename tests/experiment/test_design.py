@@ -19,7 +19,7 @@ from narrowgauge.trainer.experiment.jobs import (
     remove_checkpoints,
     require_same,
 )
-from narrowgauge.trainer.laboratory.compare import run_comparison
+from narrowgauge.trainer.experiment.run import run_experiment
 from narrowgauge.trainer.report.verdict.verdict import Row, read_rows, rows_text
 from narrowgauge.trainer.runs.loop.validation import keep_losses
 from narrowgauge.trainer.runs.run_directory import RunDirectory
@@ -239,9 +239,8 @@ def test_an_experiment_whose_runs_are_all_rows_prints_its_results(tmp_path):
     arms = (("bf16", 3.0), ("mxfp4", 3.5))
     file = rows_file(tmp_path, *((a, seed, rung, x) for a, x in arms for seed in (3, 4) for rung in (1, 2)))
     shown = io.StringIO()
-    found = run_comparison(forked(rows=file, probe=False), tmp_path / "out", Console(file=shown))
-    assert found.passes
-    assert found.rows() == []
+    found = run_experiment(forked(rows=file, probe=False), tmp_path / "out", Console(file=shown))
+    assert found == ([], [], False)
     assert file in shown.getvalue()
     assert "report" not in shown.getvalue(), "a page needs the directories of runs"
 

@@ -24,7 +24,7 @@ from enum import Enum
 from functools import cached_property
 
 from narrowgauge.system.errors import UserError
-from narrowgauge.system.once import compute_all
+from narrowgauge.system.lazy import compute_all
 
 
 class Specials(Enum):

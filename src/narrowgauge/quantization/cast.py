@@ -19,7 +19,7 @@ from typing import Any
 
 from narrowgauge.formats import Format, format
 from narrowgauge.quantization.keys import KEYS, ROUNDED, Consumer, Keys, require_valid
-from narrowgauge.system.once import compute_all
+from narrowgauge.system.lazy import compute_all
 
 
 @dataclass(frozen=True, kw_only=True)

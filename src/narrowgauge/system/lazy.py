@@ -1,4 +1,4 @@
-"""Imports names of a package on first use (PEP 562).
+"""When values are computed: names of a package on first use (PEP 562), cached properties on construction.
 
 torch takes seconds to import, and on a broken machine it does not import at all. The command must respond
 before that: to signals, to a typo, for a table of formats, in the doctor. So packages do not import the
@@ -10,11 +10,15 @@ modules of the names that they re-export. Each states them once, as imports for 
         __all__, __getattr__, __dir__ = import_on_use(__name__)
 
 Type checkers do not see the `__getattr__`, so they still report a name that is not listed.
+
+Python 3.11 computes a `cached_property` under a lock, which torch.compile cannot trace. Of a frozen record
+whose properties are computed when it is made, the compiler only sees attributes.
 """
 
 import ast
 import sys
 from collections.abc import Callable
+from functools import cached_property
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -51,3 +55,10 @@ def _stated(package: str) -> dict[str, str]:
     blocks = [node for node in ast.parse(spec.loader.get_source(package)).body if isinstance(node, ast.If)]
     imports = [node for block in blocks for node in block.body if isinstance(node, ast.ImportFrom)]
     return {alias.name: str(node.module) for node in imports for alias in node.names}
+
+
+def compute_all(instance: object) -> None:
+    """Compute every `cached_property` of an object's class."""
+    for name, value in vars(type(instance)).items():
+        if isinstance(value, cached_property):
+            getattr(instance, name)

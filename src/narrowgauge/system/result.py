@@ -7,7 +7,7 @@ installed. `save` writes it in the form that the file's name ends in.
 
 import csv
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from importlib import import_module
 from io import StringIO
@@ -94,10 +94,18 @@ class Result:
         """What `save` writes, by the ending of a name."""
         writers: dict[str, Callable[[], str]] = {
             ".json": lambda: json.dumps(self.as_json(), indent=1) + "\n",
-            ".csv": lambda: csv_text(self.rows()),
+            ".csv": self._csv,
         }
         writers |= {} if type(self).plot is Result.plot else {".svg": self.plot}
         return writers | {".txt": lambda: self.table() + "\n", ".html": self.page}
+
+    def _csv(self) -> str:
+        """The rows as CSV, with a header."""
+        text, rows = StringIO(), self.rows()
+        writer = csv.DictWriter(text, list(rows[0]) if rows else [], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+        return text.getvalue()
 
     def page(self) -> str:
         """A small HTML page of the result, without outside requests."""
@@ -107,9 +115,17 @@ class Result:
         )
 
     def _repr_html_(self) -> str:
-        """The view in a notebook: the picture, if there is one, and the rows as a table."""
-        picture = self.plot() if type(self).plot is not Result.plot else ""
-        return f"{picture}{html_table(self.rows())}"
+        """The view in a notebook: the picture, if there is one, and the rows as a table.
+
+        Values are text, so nothing in them is markup.
+        """
+        picture, rows = self.plot() if type(self).plot is not Result.plot else "", self.rows()
+        if not rows:
+            return f"{picture}<p>no rows</p>"
+        head = "".join(f"<th>{escape(str(key))}</th>" for key in rows[0])
+        cells = ("".join(f"<td>{escape(_shown(value))}</td>" for value in row.values()) for row in rows)
+        body = "".join(f"<tr>{row}</tr>" for row in cells)
+        return f"{picture}<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def write_result(path: Path, text: str) -> Path:
@@ -119,27 +135,6 @@ def write_result(path: Path, text: str) -> Path:
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror}; name another file") from None
     return path
-
-
-def csv_text(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Rows as CSV, with a header."""
-    text = StringIO()
-    writer = csv.DictWriter(text, list(rows[0]) if rows else [], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
-
-
-def html_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Rows as an HTML table; values are text, so nothing in them is markup."""
-    if not rows:
-        return "<p>no rows</p>"
-    head = "".join(f"<th>{escape(str(key))}</th>" for key in rows[0])
-    body = "".join(
-        "<tr>" + "".join(f"<td>{escape(_shown(value))}</td>" for value in row.values()) + "</tr>"
-        for row in rows
-    )
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def text_table(lines: Sequence[Sequence[str]]) -> str:

@@ -20,7 +20,7 @@ from narrowgauge.trainer.laboratory.chart import curves
 
 if TYPE_CHECKING:
     from narrowgauge.trainer.experiment.design import Experiment
-    from narrowgauge.trainer.experiment.gate import Gate, GateResult
+    from narrowgauge.trainer.experiment.gate import GateResult
 
 _VARIANT = Form(
     "NAME:KEY=VALUE,...",
@@ -153,9 +153,10 @@ def compare(
     """
     from rich.console import Console
 
-    from narrowgauge.trainer.experiment.design import make_experiment
     from narrowgauge.trainer.experiment.gate import parse_gate
-    from narrowgauge.trainer.experiment.run import print_plan
+    from narrowgauge.trainer.experiment.run import print_plan, run_experiment
+    from narrowgauge.trainer.laboratory.watch import watched_by_another
+    from narrowgauge.trainer.runs.loop.run_context import command_line
 
     limit = None if gate is None else parse_gate(str(gate))
     if line is None:
@@ -163,56 +164,41 @@ def compare(
         path = Path(out or f"runs/{kind}-{values.get('model', {}).get('name', 'debug')}")
     else:
         values, path = given.config_values(line), line.out
+    others = list(variants.items() if isinstance(variants, Mapping) else variants or ())
+    experiment = _experiment(values, recipes, path or Path(), ray, others, seeds, arms, rungs, jobs)
+    kind = "ladder" if experiment.is_measured else "compare"
+    path = path or Path("runs") / f"{kind}-{experiment.trunks[0].config.model.name}"
+    rank = _require_ready(experiment, path)
+    console = Console(quiet=True) if rank else console or Console(quiet=quiet)
+    if dry_run:
+        print_plan(experiment, path, console)
+        return Comparison(path, [], [], has_failed=False)
+    say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    with watched_by_another(path, say) if watch and not rank else nullcontext():
+        found = run_experiment(experiment, path, console, rank, limit, command_line(), expected)
+    return Comparison(path, *found)
+
+
+def _experiment(
+    values: given.Values, recipes: RecipeLike | Sequence[RecipeLike], folder: Path, ray: str, *design: Any
+) -> Experiment:
+    """The experiment of some values and recipes; one that is an object gets a file in the folder."""
+    from narrowgauge.trainer.experiment.design import make_experiment
+
     named = []
     for one in recipe_list(recipes):
         name = Path(one).stem if isinstance(one, str | Path) else recipe(one).name
-        named.append((name, {RECIPE: recipe_name(one, Path(path or "") / f"{name}.recipe.toml")}))
-    others = list(variants.items() if isinstance(variants, Mapping) else variants or ())
-    experiment = make_experiment(values, named, others, seeds, arms, rungs, jobs)
-    if ray:
-        design = experiment.design.model_copy(update={"ray": ray})
-        experiment = experiment.model_copy(update={"design": design})
-    kind = "ladder" if experiment.is_measured else "compare"
-    path = path or Path("runs") / f"{kind}-{experiment.trunks[0].config.model.name}"
-    console = console or Console(quiet=quiet)
-    if dry_run:
-        print_plan(experiment, path, Console(quiet=True) if _require_ready(experiment, path) else console)
-        return Comparison(path, [], [], has_failed=False)
-    return run_comparison(experiment, path, console, limit, expected, watch)
-
-
-def run_comparison(
-    experiment: Experiment,
-    out: Path,
-    console: given.Console,
-    gate: Gate | None = None,
-    expected: bool = False,
-    is_watched: bool = False,
-) -> Comparison:
-    """Train what is left of an experiment, print what was found, write the page, and judge.
-
-    With `is_watched` another process shows the experiment on a live page meanwhile.
-
-    Raises:
-        UserError: The text has other tokens than the model, a launcher's processes cannot share the work, or
-            a cast is a function of this process, which the processes of the runs do not have.
-        ComparisonFailed: A run left no result; the same call continues.
-    """
-    from rich.console import Console
-
-    from narrowgauge.trainer.experiment.run import run_experiment
-    from narrowgauge.trainer.laboratory.watch import watched_by_another
-    from narrowgauge.trainer.runs.loop.run_context import command_line
-
-    rank = _require_ready(experiment, out)
-    shown = Console(quiet=True) if rank else console
-    say = partial(shown.print, markup=False, highlight=False, soft_wrap=True)
-    with watched_by_another(out, say) if is_watched and not rank else nullcontext():
-        return Comparison(out, *run_experiment(experiment, out, shown, rank, gate, command_line(), expected))
+        named.append((name, {RECIPE: recipe_name(one, folder / f"{name}.recipe.toml")}))
+    made = make_experiment(values, named, *design)
+    return made.model_copy(update={"design": made.design.model_copy(update={"ray": ray})}) if ray else made
 
 
 def _require_ready(experiment: Experiment, out: Path) -> int:
-    """Refuse, before the first run starts, what would fail in a later one; returns this process's rank."""
+    """Refuse, before the first run starts, what would fail in a later one; returns this process's rank.
+
+    The text may have other tokens than the model, a launcher's processes cannot share the work of some
+    experiments, and a cast may be a function of this process, which the processes of the runs do not have.
+    """
     from narrowgauge.trainer.experiment.jobs import state_of
     from narrowgauge.trainer.runs.loop.resolve import check_vocabulary
 

@@ -115,7 +115,11 @@ class Space:
 
     def __post_init__(self) -> None:
         """List all settings; none comes before one that it lies beyond."""
-        fitting = fitting_sizes(int(self.values["training"]["batch_size"]), self.dims)
+        batch, dims = int(self.values["training"]["batch_size"]), self.dims
+        if not (fitting := fitting_sizes(batch, dims)):
+            raise UserError(
+                f"{dims.data} processes cannot share a batch of {batch} in {dims.pipeline} stages"
+            )
         sizes = [n for n in MICRO_BATCHES if n in fitting]
         offload = OFFLOAD if self.cluster.facts.is_gpu else OFFLOAD[:1]
         self.settings = [Setting(*one) for one in product(sizes, RECOMPUTE, offload, (False, True))]
@@ -274,17 +278,12 @@ class Question:
         every = list(product(candidates, shapes))
         for number, (name, dims) in enumerate(every, start=1):
             label = f"{name} {dims.text}".strip()
-            if not fitting_sizes(batch, dims):
-                self.lost[label] = (
-                    f"{dims.data} processes cannot share a batch of {batch} in {dims.pipeline} stages"
-                )
-                continue
-            if show is not None:
-                show(label, number, len(every))
-            space = Space({**self.values, "recipe": {"name": name}}, dims, self.machine, counts[name])
             try:
+                space = Space({**self.values, "recipe": {"name": name}}, dims, self.machine, counts[name])
+                if show is not None:
+                    show(label, number, len(every))
                 best = space.best()
-            except UserError as error:  # the recipe's blocks do not allow this layout
+            except UserError as error:  # the batch or the recipe's blocks do not allow this layout
                 self.lost[label] = str(error)
                 continue
             if best is None:
