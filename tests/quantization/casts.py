@@ -7,6 +7,7 @@ FOUR_OVER_SIX = {"cast": "nvfp4", "candidates": [6, 4], "choose": "mae"}
 E5M3 = {"element": "e2m1", "block": 16, "scale": "e5m3"}
 UNDER = E5M3 | {"tensor_scale": "tensor"}
 EDEN = {"cast": "nvfp4", "correct": "projection", "scale_rounding": "stochastic", "scale_target": 256}
+BY_ROW = {"cast": "nvfp4", "tensor_scale": "row"}
 CENTERED = {"cast": "nvfp4", "center": "tokens"}
 KEPT = {"cast": "nvfp4", "keep_channels": 0.1, "keep_cast": "mxfp8"}
 E4M3_ALONE = {"element": "e2m1", "block": 16, "scale": "e4m3"}

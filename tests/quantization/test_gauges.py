@@ -25,6 +25,7 @@ from narrowgauge.quantization.gauges.figures import (
     gauge_state,
 )
 from narrowgauge.quantization.transforms import hadamard
+from quantization.casts import BY_ROW
 
 
 def numbers(shape, seed=0, spread=6.0):
@@ -128,14 +129,14 @@ def test_an_operand_is_gauged_as_numpy_does(table, x, axis):
     assert found["elements"] == before.numel()
 
 
-@pytest.mark.parametrize("name", ["bf16", "fp16-scaled", "coat", "dynamic8", "fp8-1x128", "nvfp4"])
+@pytest.mark.parametrize("name", ["bf16", "fp16-scaled", "coat", "dynamic8", "fp8-1x128", "nvfp4", BY_ROW])
 def test_state_is_gauged_as_it_is_stored(name):
-    x, c = numbers((24, 300), spread=2), cast(name)
+    x, c = numbers((24, 300), spread=2), make_cast(name)
     stored, shown = QuantizedState(x.shape, c), []
     stored.gauge = lambda x, stored: shown.append(figures(gauge_state(x, stored).tolist()))
     stored.write(x)
     scales = stored.tensors.get("scale", stored.tensors.get("scales", torch.ones(()))).float().numpy()
-    if name == "nvfp4":
+    if c.tensor_scale != "none":
         q = quantize(x, c)
         scales = (q.scales * q.tensor_scale).numpy()
     largest = 1.0 if c.codebook else c.element.max

@@ -132,15 +132,12 @@ def test_scales_have_the_bits_of_torch(name):
 
 
 @needs_c
-def test_the_largest_finite_amax():
-    def largest(x):
-        amax, top = in_c.largest(x, Blocks.of(x.shape, (1,)))
-        assert same_bits(amax, x)
-        return top.item()
-
-    assert largest(amaxes()) == torch.finfo(torch.float32).max
-    assert largest(torch.tensor([torch.nan, 0.25, torch.inf])) == 0.25
-    assert largest(torch.tensor([torch.nan])) == 0
+@pytest.mark.parametrize("size", [1, 3, 16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_amaxes_have_the_bits_of_torch(dtype, size):
+    x = amaxes()[:5040].to(dtype)
+    blocks = Blocks.of(x.shape, (size,))
+    assert_same(*([engine.amax(blocks.split(x), blocks)] for engine in (in_c, in_torch)))
 
 
 @needs_c

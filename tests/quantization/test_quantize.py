@@ -12,10 +12,8 @@ import narrowgauge as ng
 from narrowgauge.formats import random_stream, unpack
 from narrowgauge.quantization import QuantContext, blocks, cast, emulate, make_cast
 from narrowgauge.recipes import parse_recipe
-from quantization.casts import E5M3, FOUR_OVER_SIX, SCALED
+from quantization.casts import BY_ROW, E5M3, FOUR_OVER_SIX, SCALED
 from support.fault_table import case
-
-BY_ROW = {"cast": "nvfp4", "tensor_scale": "row"}
 
 
 @pytest.mark.parametrize("name", SCALED)
@@ -74,10 +72,12 @@ def test_chunks_give_the_numbers_of_the_full_tensor(name, monkeypatch):
         x = torch.randn(shape, generator=torch.Generator().manual_seed(3)).bfloat16()
         x[0].view(-1)[:1] = float("inf")
         c, found = make_cast({"cast": name, "rounding": rounding}), []
+        stream, none = random_stream(1, 2, 3), x[:0]
+        assert emulate(none, c, axis, torch.bfloat16, QuantContext(stream))[0].shape == none.shape
         for size in (large, 700):
             monkeypatch.setattr(blocks, "CHUNK", size)
-            q = ng.quantize(x, c, axis, generator=random_stream(1, 2, 3))
-            operand, _ = emulate(x, c, axis, torch.bfloat16, QuantContext(random_stream(1, 2, 3)))
+            q = ng.quantize(x, c, axis, generator=stream)
+            operand, _ = emulate(x, c, axis, torch.bfloat16, QuantContext(stream))
             found.append([q.codes, q.scales, q.tensor_scale, operand.float()])
         for a, b in zip(*found, strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)

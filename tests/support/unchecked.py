@@ -19,7 +19,7 @@ class Tomorrow(Cast):
     """Casts with a key that is declared for no consumer."""
 
     unheard: int = 0
-    lacking = dict.fromkeys(Consumer, ("unheard",))
+    unsupported = dict.fromkeys(Consumer, ("unheard",))
 
     @classmethod
     def defaults(cls):

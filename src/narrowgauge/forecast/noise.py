@@ -22,7 +22,7 @@ _ROWS, _DEGREES = 512, 5
 def cast_text(cast: Cast) -> str:
     """A cast's keys that are not at their defaults, but for those that hardly move a value."""
     values = cast.values()
-    shown = ((key, values[key]) for key in cast.unsupported(Consumer.SAME_NOISE))
+    shown = ((key, values[key]) for key in cast.unsupported[Consumer.SAME_NOISE])
     return " ".join(f"{key}={getattr(value, 'name', value)}" for key, value in shown).replace(", ", ",")
 
 

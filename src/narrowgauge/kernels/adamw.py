@@ -142,7 +142,7 @@ def _supports(state: QuantizedState | Tensor) -> bool:
 
 def _supports_cast(cast: Cast) -> bool:
     name = cast.element.name
-    if cast.unsupported(Consumer.ADAMW):  # also `feedback`: the first moment waits for the weight
+    if cast.unsupported[Consumer.ADAMW]:  # also `feedback`: the first moment waits for the weight
         return False
     if not cast.is_scaled:
         return name in ("fp32", "bf16", "fp16") and (cast.rounding != "stochastic" or name == "bf16")

@@ -195,7 +195,7 @@ def _is_operator(x: torch.Tensor, cast: Cast, context: QuantContext) -> bool:
     if not torch.compiler.is_compiling() or x.device.type != "cpu":
         return False
     is_drawn = isinstance(context.random, RandomStream) or not cast.is_random
-    is_alone = context.shard is None and context.limits is None and not cast.unsupported(Consumer.OPERATOR)
+    is_alone = context.shard is None and context.limits is None and not cast.unsupported[Consumer.OPERATOR]
     return is_alone and is_drawn and cast.is_scaled and _has_c()
 
 

@@ -51,13 +51,9 @@ class Cast(Keys):
     def __getstate__(self) -> dict[str, Any]:
         return {k: v for k, v in vars(self).items() if k not in ("_hash", "in_c")}  # valid in one process
 
-    def unsupported(self, consumer: Consumer) -> tuple[str, ...]:
-        """The keys that are not at their defaults, and that a consumer does not support."""
-        return self.lacking[consumer]
-
     @cached_property
-    def lacking(self) -> dict[Consumer, tuple[str, ...]]:
-        """What `unsupported` answers for each consumer."""
+    def unsupported(self) -> dict[Consumer, tuple[str, ...]]:
+        """The keys that are not at their defaults, and that each consumer does not support."""
         return {c: tuple(k for k in self.changed_keys if c not in KEYS[k].consumers) for c in Consumer}
 
     @cached_property
@@ -79,11 +75,6 @@ class Cast(Keys):
     def defaults(cls) -> MappingProxyType[str, Any]:
         """The default of each key; `MISSING` for the element."""
         return MappingProxyType({f.name: f.default for f in fields(Keys)})
-
-    @staticmethod
-    def consumers() -> dict[str, Consumer]:
-        """The consumers that support each key."""
-        return {name: key.consumers for name, key in KEYS.items()}
 
     @cached_property
     def is_scaled(self) -> bool:
@@ -135,7 +126,7 @@ class Cast(Keys):
     def ignores_axis(self) -> bool:
         """Whether the values are the same whichever axis is contracted (no block, or a square one)."""
         is_square = self.block is None or self.block[0] == self.block[1]
-        return is_square and not self.has_row_scales and not self.unsupported(Consumer.ANY_AXIS)
+        return is_square and not self.has_row_scales and not self.unsupported[Consumer.ANY_AXIS]
 
     @cached_property
     def is_random(self) -> bool:

@@ -45,13 +45,12 @@ from narrowgauge.quantization.named_casts import make_cast, values_of
 from narrowgauge.quantization.passes import in_c, in_torch
 from narrowgauge.quantization.passes.in_torch import Narrowed, Split
 from narrowgauge.quantization.scales import Scales, rounded
+from narrowgauge.quantization.sharding.shard import TensorShard, full_axis
 from narrowgauge.quantization.transforms import (
     Prepared,
     clamp_outliers,
     hadamard,
     kept_channels,
-    may_pick,
-    merge_channels,
     split_channels,
 )
 from narrowgauge.system.errors import UserError, require
@@ -124,16 +123,19 @@ class QTensor:
 
     def _numbers(self, with_outer: bool) -> torch.Tensor:
         """Elements times the scales of their blocks, and perhaps times the outer scale."""
-        numbers, blocks, outer = decode(self.codes, self.cast.element), self.blocks, self.tensor_scale
-        numbers = blocks.split(numbers) * (blocks.align(self.scales) if self.scales.ndim else self.scales)
-        if with_outer and (columns := self.cast.outer_columns):
+        block, outer = self.aligned_scales()
+        numbers = self.blocks.split(decode(self.codes, self.cast.element)) * block
+        return self.blocks.merge(numbers.mul_(outer) if with_outer else numbers)
+
+    def aligned_scales(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The scales of blocks and the outer scale, which broadcast over a split tensor."""
+        blocks, outer = self.blocks, self.tensor_scale
+        if columns := self.cast.outer_columns:
             axis = [size > 1 for size in blocks.size].index(True)
-            outer = outer.repeat_interleave(columns // blocks.size[axis], axis).narrow(
-                axis, 0, blocks.grid[axis]
-            )
-        if with_outer:
-            numbers.mul_(blocks.align(outer) if outer.ndim else outer)
-        return blocks.merge(numbers)
+            outer = outer.repeat_interleave(columns // blocks.size[axis], axis)
+            outer = outer.narrow(axis, 0, blocks.grid[axis])
+        block = blocks.align(self.scales) if self.scales.ndim else self.scales
+        return block, blocks.align(outer) if outer.ndim else outer
 
     def packed(self) -> torch.Tensor:
         """The element bytes as stored, without scales: two FP4 codes per byte, four FP6 codes in three."""
@@ -236,7 +238,7 @@ def emulate_in_context(
         channels, rest, kept = _apart(x, cast, axis, dtype, context)
         values, scale = emulate_in_context(rest, cast.of_the_rest, axis, dtype, context)
         values = values if scale is None else values.float().mul_(scale)
-        return merge_channels(values, _as_long(kept, values.shape), channels), None
+        return torch.where(channels, _as_long(kept, values.shape), values), None
     if cast.function:
         if context.shard is not None:
             raise UserError(
@@ -281,7 +283,7 @@ def _as_computed(x: torch.Tensor) -> torch.Tensor:
 
 def prepared_by(x: torch.Tensor, cast: Cast, axis: int, context: QuantContext) -> Prepared:
     """A tensor after the transforms of its cast."""
-    if left := cast.lacking[Consumer.TORCH]:
+    if left := cast.unsupported[Consumer.TORCH]:
         raise UserError(f"cast {cast.name!r}: nothing computes {', '.join(left)}; remove the key")
     prepared = _without_mean(x, cast, context) if cast.center else Prepared(x)
     if cast.hadamard:
@@ -299,8 +301,11 @@ def _without_mean(x: torch.Tensor, cast: Cast, context: QuantContext) -> Prepare
     mean = context.token_mean(x, in_c.token_sums(x)).float()
     rest = x - mean  # in float32
     if cast.center_cast:
-        of_row = QuantContext(shard=None if context.shard is None else context.shard.row())
-        row = quantize_in_context(mean.flatten(0, -2), named_cast(cast.center_cast), -1, of_row)
+        shard = context.shard  # one row stands for all
+        of_row = None if shard is None else TensorShard((full_axis(1), shard.axes[-1]))
+        row = quantize_in_context(
+            mean.flatten(0, -2), named_cast(cast.center_cast), -1, QuantContext(shard=of_row)
+        )
         mean = row.dequantize().view([1] * (x.ndim - 1) + [-1])
     return Prepared(rest, mean)
 
@@ -319,20 +324,11 @@ def _apart(
     x: torch.Tensor, cast: Cast, axis: int, dtype: torch.dtype, context: QuantContext
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(which channels are kept, the tensor without them, the values of these alone in their cast)."""
-    channels, keep = kept_channels(x, cast, context), named_cast(cast.keep_cast)
+    channels = kept_channels(x, cast, context)
+    rest, alone = split_channels(x, channels)
     plain = QuantContext(shard=context.shard)
-    is_by_column = context.shard is None and keep.block is not None
-    if may_pick(x) and is_by_column and blocks_of(x.shape, keep, axis).size[-1] == 1:
-        columns = channels.nonzero().flatten()  # blocks do not span columns
-        rest, alone = x.clone().index_fill_(-1, columns, 0.0), x.index_select(-1, columns)
-    else:
-        columns = None
-        rest, alone = split_channels(x, channels)
-    kept, scale = emulate_in_context(alone, keep, axis, dtype, plain)
-    kept = kept if scale is None else kept.float() * scale
-    if columns is not None:
-        kept = kept.new_zeros(x.shape).index_copy_(-1, columns, kept)
-    return channels, rest, kept
+    kept, scale = emulate_in_context(alone, named_cast(cast.keep_cast), axis, dtype, plain)
+    return channels, rest, kept if scale is None else kept.float() * scale
 
 
 def _as_long(x: torch.Tensor, shape: torch.Size) -> torch.Tensor:
@@ -375,15 +371,18 @@ def _known(engine: ModuleType, s: Split) -> Split:
     """A split tensor with what must be known before its elements are rounded."""
     cast, context, plain = s.cast, s.context, s.cast.uncorrected
     is_given = context.scale is not None or plain.scale_rounding != "nearest-even"
+    has_outer = cast.tensor_scale != "none"
     amax: torch.Tensor | None = None
     over: torch.Tensor | None = None
-    if cast.block is None or context.shard is not None or cast.has_row_scales or is_given:
+    if s.blocks.is_one or context.shard is not None or has_outer or is_given:
         amax = context.global_amax(engine.amax(s.x, s.blocks), cast, s.axis)
-    if cast.has_row_scales and amax is not None:
-        over = context.row_amax(in_torch.finite(amax), s.blocks, s.axis, cast)
-    elif cast.tensor_scale != "none":
-        amax, top = engine.largest(s.x, s.blocks) if amax is None else (amax, in_torch.finite(amax))
-        over = context.tensor_amax(top)
+    if has_outer and amax is not None:
+        finite = torch.where(amax < torch.inf, amax, 0.0)
+        over = (
+            context.row_amax(finite, s.blocks, s.axis, cast)
+            if cast.has_row_scales
+            else context.tensor_amax(finite)
+        )
     s = s._replace(cast=plain, amax=amax, over=over)
     if is_given:
         s = s._replace(scales=in_torch.best(s, context.random_over_grid(s.blocks, plain, s.axis)))

@@ -209,21 +209,4 @@ def largest_channels(norms: torch.Tensor, share: float) -> torch.Tensor:
 
 def split_channels(x: torch.Tensor, channels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(the tensor without the kept channels, the tensor with only those)."""
-    if not may_pick(x):
-        return torch.where(channels, 0.0, x), torch.where(channels, x, 0.0)
-    columns = channels.nonzero().flatten()
-    alone = torch.zeros_like(x).index_copy_(-1, columns, x.index_select(-1, columns))
-    return x.clone().index_fill_(-1, columns, 0.0), alone
-
-
-def merge_channels(rest: torch.Tensor, kept: torch.Tensor, channels: torch.Tensor) -> torch.Tensor:
-    """Both parts as one tensor, in the wider of the two dtypes; may overwrite `rest`."""
-    if not may_pick(rest):
-        return torch.where(channels, kept, rest)
-    wider, columns = torch.promote_types(rest.dtype, kept.dtype), channels.nonzero().flatten()
-    return rest.to(wider).index_copy_(-1, columns, kept.index_select(-1, columns).to(wider))
-
-
-def may_pick(x: torch.Tensor) -> bool:
-    """Whether columns may be selected by index: on a GPU that would sync, and a graph cannot trace it."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling() and not x.requires_grad
+    return torch.where(channels, 0.0, x), torch.where(channels, x, 0.0)

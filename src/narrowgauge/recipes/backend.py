@@ -93,7 +93,7 @@ class Scheme:
             and ((a.block, b.block) in self.blocks or (b.block, a.block) in self.blocks)
             and elements <= self.elements
             and elements != {"e5m2"}
-            and not (a.unsupported(Consumer.NATIVE) or b.unsupported(Consumer.NATIVE))
+            and not (a.unsupported[Consumer.NATIVE] or b.unsupported[Consumer.NATIVE])
         )
 
     def needs(self, device: Device) -> str:

@@ -8,7 +8,7 @@ from dataclasses import fields
 from typing import Any
 
 from narrowgauge.quantization import Cast, cast, cast_names, state_cast_names
-from narrowgauge.quantization.keys import Consumer
+from narrowgauge.quantization.keys import KEYS, Consumer
 from narrowgauge.recipes.places import (
     ATTENTION_PLACES,
     GEMM_PLACES,
@@ -123,7 +123,7 @@ def differences(a: Recipe, b: Recipe) -> list[tuple[str, str, str]]:
 
 def layout_of(cast: Cast) -> dict[str, Any]:
     """The keys of a cast that determine what its codes and scales represent."""
-    return {key: cast.values()[key] for key in cast.unsupported(Consumer.SAME_LAYOUT)}
+    return {key: cast.values()[key] for key in cast.unsupported[Consumer.SAME_LAYOUT]}
 
 
 def beside(cast: Cast, layout: Mapping[str, Any]) -> list[str]:
@@ -137,8 +137,8 @@ def unlike(cast: Cast, other: Cast, known: tuple[str, ...] = ()) -> list[str]:
     mine, theirs = cast.values(), other.values()
     return [
         key
-        for key, consumers in cast.consumers().items()
-        if mine[key] != theirs[key] and key not in known and Consumer.SAME_FORWARD not in consumers
+        for key, declared in KEYS.items()
+        if mine[key] != theirs[key] and key not in known and Consumer.SAME_FORWARD not in declared.consumers
     ]
 
 

@@ -84,7 +84,7 @@ def _of_place(place: str, cast: Cast) -> Iterator[str]:
     """Casts and keys that a place lacks; `reduce` needs a format without rescaling after an addition."""
     if place in WIRE_PLACES:
         is_byte = cast.scale == "fp32" and cast.element.bits == 8
-        if place == "reduce" and (cast.unsupported(Consumer.REDUCE) or not (is_byte or cast.name in WIDE)):
+        if place == "reduce" and (cast.unsupported[Consumer.REDUCE] or not (is_byte or cast.name in WIDE)):
             yield (
                 f"reduce = {cast.name!r}, but gradients are added up in {', '.join(WIDE)}, or in "
                 "codes of a byte under one fp32 scale a tensor, such as e4m3, each sum rounded to the nearest"
@@ -104,7 +104,7 @@ def _of_place(place: str, cast: Cast) -> Iterator[str]:
         yield f"center = {cast.center!r}, but a weight has no tokens; leave the key out"
     if cast.feedback and place != "weight":
         yield f"feedback = {cast.feedback!r}, but it belongs to weight; remove the key"
-    for key in cast.unsupported(kind):
+    for key in cast.unsupported[kind]:
         said = _NOT_IN_STATE.get(key, why) if is_state else why
         yield f"{key} = {cast.values()[key]!r}, but {said}; leave the key out"
     if kind == Consumer.ATTENTION and cast.signs == "random":
@@ -177,7 +177,7 @@ def _of_reuse(casts: Casts, saved: str | Cast) -> Iterator[str]:
                 f"{place} = {cast.of!r}, but that is another tensor, of another shape; the place "
                 f"that sees this one before is {source!r}"
             )
-        elif cast.of and (unknown := casts[source].unsupported(Consumer.SOURCE)):
+        elif cast.of and (unknown := casts[source].unsupported[Consumer.SOURCE]):
             yield (
                 f"{place} = {source!r}, but {source} is transformed ({', '.join(unknown)}), so "
                 f"its numbers are not the tensor's; name a cast in {place}, or transform neither"
@@ -193,7 +193,7 @@ def _of_stored(saved: str | Cast, x: Cast, weight: Cast, master: Cast | None) ->
     """A kept operand `x` of fprop whose values differ from the input's; a weight and a master that do not go
     together.
     """
-    if saved == "operand" and (unknown := x.unsupported(Consumer.KEPT)):
+    if saved == "operand" and (unknown := x.unsupported[Consumer.KEPT]):
         yield (
             f"saved = 'operand', but fprop.x has {', '.join(unknown)}, so its codes are "
             "not all of the tensor; save 'input', or a cast"
@@ -331,7 +331,7 @@ def fitting_gather(requested: Cast, operands: Sequence[Cast], weight: Cast) -> C
         return requested
     if weight.name == "fp32":
         is_one = requested.scale == "fp32" or not requested.is_scaled
-        keeps = is_one and not requested.unsupported(Consumer.GATHER)
+        keeps = is_one and not requested.unsupported[Consumer.GATHER]
         return requested if keeps and all(c == requested for c in operands) else FP32
     if weight.block is not None:
         return FP32

@@ -60,7 +60,7 @@ from narrowgauge.quantization.context import DEFAULT_CONTEXT, QuantContext
 from narrowgauge.quantization.gauges.bins import BINS, Bins, bins_of
 from narrowgauge.quantization.passes.in_torch import Split
 from narrowgauge.quantization.quantize import block_amax, prepared_by, scales_of
-from narrowgauge.quantization.state.quantized_state import QuantizedState, stored_scales
+from narrowgauge.quantization.state.quantized_state import QuantizedState
 from narrowgauge.quantization.transforms import kept_channels, split_channels
 from narrowgauge.system.torch_compat import not_strict
 
@@ -109,7 +109,7 @@ def _gauge_parts(
     vector = gauge_operand(rest, seen_rest, cast.of_the_rest, axis, context)
     seen_alone = seen_alone[tuple(map(slice, x.shape))]  # drop the padding of a transform
     factor = vector[_HEAD.index("factor")].float()
-    sums = _sums(alone, seen_alone, None, factor, clips=False, is_same=False)
+    sums = _sums(alone, seen_alone, None, factor)
     sums[1:3] -= x.numel()  # each part has zeros in place of the other
     vector[len(_HEAD) - len(_SUMS) : len(_HEAD)] += sums
     return vector
@@ -124,9 +124,9 @@ def gauge_state(x: torch.Tensor, stored: QuantizedState) -> torch.Tensor:
     cast, blocks = stored.cast, blocks_of(stored.shape, stored.cast, -1)
     t = {name: tensor.to(x.device) for name, tensor in stored.tensors.items()}
     scale = t.get("scale")
-    if "scales" in t:
-        scale = stored_scales(t["scales"], cast)
-        scale = (blocks.align(scale) if scale.ndim else scale) * t.get("tensor_scale", 1.0)
+    if "codes" in t:
+        block, outer = stored.quantized(t).aligned_scales()
+        scale = block * outer
     largest = 1.0 if cast.codebook else math.inf if cast.expand else cast.element.max
     grid = None if cast.codebook or cast.expand else cast.element
     return gauge(x, stored.read(), blocks, scale, largest, grid)
@@ -141,7 +141,7 @@ def gauge(
     largest: float = math.inf,
     grid: Format | None = None,
 ) -> torch.Tensor:
-    """Gauge a tensor before and after a cast, the same object if nothing changed, for `figures`.
+    """Gauge a tensor before and after a cast, for `figures`.
 
     Args:
         x: The tensor before, of any floating dtype.
@@ -161,11 +161,10 @@ def gauge(
     if largest < _WIDE:
         limit = torch.full_like(amax, largest) if scale is None else scale * largest
         limit = torch.where(limit > 0, limit, torch.inf)
-    clips = limit is not None and (x.device.type != "cpu" or bool((amax > limit * (1 + _SLACK)).any()))
     sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=x.device)
     for chunk in chunks(split):
         tensors = chunk.of(split), chunk.of(after), None if limit is None else chunk.of(limit)
-        sums += _sums(*tensors, factor, clips, is_same=seen is x)
+        sums += _sums(*tensors, factor)
     sums[1:3] -= split.numel() - x.numel()  # zeros that pad a ragged edge
     scales = factor.new_ones(1) if scale is None or not scale.numel() else scale
     low, high = (torch.where(scales.isfinite(), scales, end) for end in (torch.inf, -torch.inf))
@@ -177,29 +176,21 @@ def gauge(
     return torch.cat([elements, extremes, sums, _binades(amax, exponent), bins])
 
 
-def _sums(
-    x: torch.Tensor,
-    y: torch.Tensor,
-    limit: torch.Tensor | None,
-    factor: torch.Tensor,
-    clips: bool,
-    is_same: bool,
-) -> torch.Tensor:
+def _sums(x: torch.Tensor, y: torch.Tensor, limit: torch.Tensor | None, factor: torch.Tensor) -> torch.Tensor:
     """The sums of one chunk, float64, in the order of `_SUMS`."""
     x, y = x.float(), y.float()
-    nonfinite = nothing = torch.zeros((), dtype=torch.int64, device=x.device)
     scaled = x * factor
-    e = scaled - scaled if is_same else (y * factor).sub_(scaled)
+    e = (y * factor).sub_(scaled)
+    nonfinite = torch.zeros((), dtype=torch.int64, device=x.device)
     if x.device.type != "cpu" or not bool(e.sum().isfinite()):
         is_finite = x.isfinite() & y.isfinite()
         nonfinite = torch.count_nonzero(~is_finite)
         x, y, scaled, e = (torch.where(is_finite, t, 0.0) for t in (x, y, scaled, e))
-    zeros_before = x.numel() - torch.count_nonzero(x)
-    zeros = zeros_before if is_same else y.numel() - torch.count_nonzero(y)
-    at_largest = clipped = nothing
+    zeros, zeros_before = (t.numel() - torch.count_nonzero(t) for t in (y, x))
+    at_largest = clipped = torch.zeros_like(nonfinite)
     if limit is not None:
         at_largest = torch.count_nonzero(y.abs() >= limit * (1 - _SLACK))
-        clipped = torch.count_nonzero(x.abs() > limit * (1 + _SLACK)) if clips else nothing
+        clipped = torch.count_nonzero(x.abs() > limit * (1 + _SLACK))
     counts = torch.stack([nonfinite, zeros, zeros_before, at_largest, clipped])
     sums = torch.stack([e.sum(), (e * e).sum(), (scaled * scaled).sum()])
     return torch.cat([counts.double(), sums.double()])

@@ -105,5 +105,5 @@ def passes_gap(cast: Cast) -> str:
 
 def _key_gap(name: str, cast: Cast, engine: Consumer) -> str:
     others = (key for key in ORDER if (value := getattr(cast, key)) and value not in ORDER[key])
-    unknown = *cast.unsupported(engine), *others
+    unknown = *cast.unsupported[engine], *others
     return f"no {name} implements {', '.join(unknown)}" if unknown else ""

@@ -69,16 +69,12 @@ def has_library(x: torch.Tensor) -> bool:
 
 def amax(split: torch.Tensor, blocks: Blocks) -> torch.Tensor:
     """`in_torch.amax`."""
-    found, top = _amaxes(split, blocks, only_finite=False)
-    return top.view(blocks.aligned) if blocks.is_one else found
-
-
-def largest(split: torch.Tensor, blocks: Blocks) -> tuple[torch.Tensor, torch.Tensor]:
-    """`in_torch.largest`."""
-    if blocks.is_one:
-        found = amax(split, blocks)
-        return found, torch.where(found < torch.inf, found, 0.0).view(())
-    return _amaxes(split, blocks, only_finite=True)
+    split, sizes = split.contiguous(), _sizes(split, blocks) | {"is_one": 0}
+    pieces = -(-split.numel() // sizes["block_columns"])
+    found = torch.empty(pieces if blocks.is_one else blocks.aligned, dtype=torch.float32, device=split.device)
+    pointers = {"x": split.data_ptr(), "amax": found.data_ptr()}
+    _run(split, "amax_pass", _Narrow(**pointers, x_type=_TYPES[split.dtype], **sizes))
+    return found.amax().view(blocks.aligned) if blocks.is_one else found
 
 
 def narrow(s: Split, result: str, dtype: torch.dtype) -> Narrowed:
@@ -132,17 +128,6 @@ def _values(element: Format) -> torch.Tensor:
         return decode(torch.arange(256, dtype=torch.uint8, device="cpu"), element, torch.bfloat16)
 
 
-def _amaxes(split: torch.Tensor, blocks: Blocks, only_finite: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Calls amax_pass: the amax of each block, empty if there is one, and the largest magnitude, 0-dim."""
-    split, count = split.contiguous(), 0 if blocks.is_one else blocks.aligned
-    found = torch.empty(count, dtype=torch.float32, device=split.device)
-    top = torch.zeros((), dtype=torch.float32, device=split.device)
-    pointers = {"x": split.data_ptr(), "amax": found.data_ptr() or None, "top": top.data_ptr()}
-    one = _Narrow(**pointers, x_type=_TYPES[split.dtype], only_finite=only_finite, **_sizes(split, blocks))
-    _run(split, "amax_pass", one)
-    return found, top
-
-
 def _narrow(s: Split, result: str, wanted: Mapping[str, torch.Tensor | None]) -> torch.Tensor | None:
     """Calls narrow_pass: writes the tensors that are wanted, by their names in C; returns the outer scale."""
     x, cast, blocks, over, outer = s.x.contiguous(), s.cast, s.blocks, s.over, None
@@ -150,8 +135,7 @@ def _narrow(s: Split, result: str, wanted: Mapping[str, torch.Tensor | None]) ->
     fields |= {"x": x.data_ptr(), "x_type": _TYPES[x.dtype], "result": _RESULTS.index(result)}
     fields |= {"cast": ctypes.addressof(_in_c(cast)), "divides": int(cast.has_rounded_scales)}
     fields["contracts_columns"] = int(s.axis % len(blocks.size) == len(blocks.size) - 1)
-    known = amax(s.x, blocks) if s.amax is None and fields["is_one"] else s.amax
-    tensors = {**wanted, "amax": None if known is None else known.contiguous()}
+    tensors = {**wanted, "amax": None if s.amax is None else s.amax.contiguous()}
     if (out := wanted.get("out")) is not None:
         fields["out_type"] = _TYPES[out.dtype]
     if s.scales is not None:

@@ -1,7 +1,7 @@
 """Quantization as torch operations: the reference, which the C (`in_c`) must match bit for bit.
 
-An engine has four functions: `amax` and `largest` of blocks, `narrow`, which rounds elements, and `scales`
-alone. `quantization.quantize` calls the one that supports a tensor. All engines read a `Split`.
+An engine has three functions: `amax` of blocks, `narrow`, which rounds elements, and `scales` alone.
+`quantization.quantize` calls the engine that supports a tensor. All engines read a `Split`.
 """
 
 from typing import NamedTuple
@@ -43,17 +43,6 @@ def amax(split: torch.Tensor, blocks: Blocks) -> torch.Tensor:
         return blocks.align(torch.zeros(blocks.grid, dtype=torch.float32, device=split.device))
     x = split.float() if torch.compiler.is_compiling() else split  # Inductor may declare a bf16 amax twice
     return x.abs().amax(blocks.inner, keepdim=True).float()
-
-
-def largest(split: torch.Tensor, blocks: Blocks) -> tuple[torch.Tensor, torch.Tensor]:
-    """`amax`, and the largest of the blocks that hold only finite values: 0-dim float32, 0 for none."""
-    found = amax(split, blocks)
-    return found, finite(found).amax() if found.numel() else found.new_zeros(())
-
-
-def finite(amax: torch.Tensor) -> torch.Tensor:
-    """Amaxes with 0 for blocks that are not finite."""
-    return torch.where(amax < torch.inf, amax, 0.0)
 
 
 def narrow(s: Split, result: str, dtype: torch.dtype) -> Narrowed:
@@ -136,9 +125,8 @@ def _rounded(s: Split, by: Scales, result: str, dtype: torch.dtype) -> torch.Ten
     in_one = cast.rounding == "stochastic" and not isinstance(random, RandomStream | torch.Tensor)
     for chunk in chunks(s.x, in_one):
         x, encode, bits = chunk.of(s.x), chunk.of(by.encode), random
-        if isinstance(random, RandomStream):
-            first = chunk.start * (s.x.numel() // s.x.shape[chunk.dim])
-            bits = random.from_element(first) if chunk.start else random
+        if isinstance(random, RandomStream) and chunk.start:
+            bits = random.from_element(chunk.start * (s.x.numel() // s.x.shape[chunk.dim]))
         elif isinstance(random, torch.Tensor):
             bits = chunk.of(random)
         scaled = x.float() / encode if by.divides else x.float() * encode

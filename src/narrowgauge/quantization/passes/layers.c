@@ -52,19 +52,16 @@ typedef struct {
   int64_t dim;
 } Norm;
 
-/* Units: tokens. stream = x + delta, first = stream^2. */
+/* Units: tokens. stream = x + delta, first = stream^2; without a delta the stream is x. */
 int norm_squares(const Norm *p, int64_t start, int64_t end) {
-  const int64_t from = start * p->dim, to = end * p->dim;
   const float *RESTRICT x = p->x;
+  const uint16_t *RESTRICT delta = p->delta;
   float *RESTRICT stream = p->stream, *RESTRICT squares = p->first;
-  if (p->delta)
-    for (int64_t i = from; i < to; i++) {
-      const float s = x[i] + wide(p->delta[i]);
-      stream[i] = s;
-      squares[i] = s * s;
-    }
-  else
-    for (int64_t i = from; i < to; i++) squares[i] = x[i] * x[i];
+  for (int64_t i = start * p->dim; i < end * p->dim; i++) {
+    const float s = delta ? x[i] + wide(delta[i]) : x[i];
+    if (delta) stream[i] = s;
+    squares[i] = s * s;
+  }
   return 0;
 }
 
@@ -99,17 +96,14 @@ int norm_gradient(const Norm *p, int64_t start, int64_t end) {
   for (int64_t t = start; t < end; t++) {
     const int64_t row = t * p->dim;
     const float *RESTRICT x = p->x + row, *RESTRICT weight = p->weight, scale = p->scale[t], slope = p->slope[t];
+    const float *RESTRICT above = p->above ? p->above + row : 0;
     const uint16_t *RESTRICT dy = p->dy + row;
     float *RESTRICT dx = p->stream + row;
-    if (p->above) {
-      const float *RESTRICT above = p->above + row;
-      for (int64_t i = 0; i < p->dim; i++)
-        dx[i] = above[i] + wide(dy[i]) * weight[i] * scale + slope * (x[i] * 2.0f);
-    } else
-      for (int64_t i = 0; i < p->dim; i++) dx[i] = wide(dy[i]) * weight[i] * scale + slope * (x[i] * 2.0f);
-    if (p->y) {
-      uint16_t *RESTRICT ddelta = p->y + row;
-      for (int64_t i = 0; i < p->dim; i++) ddelta[i] = narrow(dx[i]);
+    uint16_t *RESTRICT ddelta = p->y ? p->y + row : 0;
+    for (int64_t i = 0; i < p->dim; i++) {
+      const float here = wide(dy[i]) * weight[i] * scale;
+      dx[i] = (above ? above[i] + here : here) + slope * (x[i] * 2.0f);
+      if (ddelta) ddelta[i] = narrow(dx[i]);
     }
   }
   return 0;

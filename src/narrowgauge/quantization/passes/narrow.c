@@ -68,13 +68,12 @@ static const float *spread(const Narrow *p, const Unit *u, const float *of, int6
   return spare;
 }
 
-static void load(const Narrow *p, int64_t index, int64_t n, float *RESTRICT x) {
-  if (p->x_type == BFLOAT16) {
-    const uint16_t *RESTRICT from = (const uint16_t *)p->x + index;
-    for (int64_t k = 0; k < n; k++) x[k] = wide(from[k]);
-  } else {
-    memcpy(x, (const float *)p->x + index, n * sizeof(float));
-  }
+/* n elements from `index` on as float32: in memory, or widened into `spare`. */
+static const float *load(const Narrow *p, int64_t index, int64_t n, float *RESTRICT spare) {
+  if (p->x_type == FLOAT32) return (const float *)p->x + index;
+  const uint16_t *RESTRICT from = (const uint16_t *)p->x + index;
+  for (int64_t k = 0; k < n; k++) spare[k] = wide(from[k]);
+  return spare;
 }
 
 /* Elements in units of their blocks' scales. */
@@ -149,126 +148,84 @@ static void store_codes(const Narrow *p, int64_t index, int64_t n, const float *
   }
 }
 
-/* Magnitudes are ordered as their bits are, and a NaN's are the largest. */
-INLINE int32_t largest_half(const uint16_t *x, int64_t n) {
-  uint16_t most = 0;
-  for (int64_t k = 0; k < n; k++) {
-    const uint16_t bits = x[k] & 0x7FFFu;
-    most = bits > most ? bits : most;
-  }
-  return (int32_t)((uint32_t)most << 16);
+/* The bits of a magnitude, 16 for bf16. They are ordered as magnitudes are, and those of a NaN are the largest. */
+INLINE int32_t magnitude(const Narrow *p, int64_t at, int is_half) {
+  return is_half ? ((const uint16_t *)p->x)[at] & 0x7FFF : ((const int32_t *)p->x)[at] & 0x7FFFFFFF;
 }
 
-INLINE int32_t largest_word(const int32_t *x, int64_t n) {
+INLINE int32_t largest(const Narrow *p, int64_t index, int64_t n, int is_half) {
+  uint16_t half = 0;
   int32_t most = 0;
   for (int64_t k = 0; k < n; k++) {
-    const int32_t bits = x[k] & 0x7FFFFFFF;
-    most = bits > most ? bits : most;
+    const int32_t bits = magnitude(p, index + k, is_half);
+    if (is_half) half = bits > half ? (uint16_t)bits : half;
+    else most = bits > most ? bits : most;
   }
-  return most;
+  return is_half ? half : most;
 }
 
-static int32_t largest_of(const Narrow *p, int64_t index, int64_t n) {
-  if (p->x_type == BFLOAT16) {
-    const uint16_t *x = (const uint16_t *)p->x + index;
-    return n == 16 ? largest_half(x, 16) : n == 32 ? largest_half(x, 32) : largest_half(x, n);
-  }
-  const int32_t *x = (const int32_t *)p->x + index;
-  return n == 16 ? largest_word(x, 16) : n == 32 ? largest_word(x, 32) : largest_word(x, n);
-}
-
-static void amax_of_columns(const Narrow *p, const Unit *u, int32_t *most) {
+INLINE void amax_of(const Narrow *p, const Unit *u, int is_half, int32_t *RESTRICT most) {
+  const int64_t size = p->block_columns, columns = u->last - u->first;
   for (int64_t row = u->row0; row < u->row1; row++) {
-    const int64_t index = index_of(p, u, row, u->first), n = u->last - u->first;
-    if (p->x_type == BFLOAT16) {
-      const uint16_t *RESTRICT x = (const uint16_t *)p->x + index;
-      for (int64_t k = 0; k < n; k++) {
-        const int32_t bits = (int32_t)((uint32_t)(x[k] & 0x7FFFu) << 16);
-        most[k] = bits > most[k] ? bits : most[k];
-      }
-    } else {
-      const int32_t *RESTRICT x = (const int32_t *)p->x + index;
-      for (int64_t k = 0; k < n; k++) {
-        const int32_t bits = x[k] & 0x7FFFFFFF;
-        most[k] = bits > most[k] ? bits : most[k];
-      }
+    const int64_t index = index_of(p, u, row, u->first);
+    for (int64_t k = 0; size == 1 && k < columns; k++) { /* a vector of columns at a time */
+      const int32_t bits = magnitude(p, index + k, is_half);
+      most[k] = bits > most[k] ? bits : most[k];
+    }
+    for (int64_t b = 0; size > 1 && b < u->blocks; b++) {
+      const int64_t at = index + b * size, left = columns - b * size, n = left < size ? left : size;
+      const int32_t bits = n == 16 ? largest(p, at, 16, is_half) : largest(p, at, n, is_half);
+      most[b] = bits > most[b] ? bits : most[b];
     }
   }
 }
 
 /* The largest magnitude of each block of a unit. */
 static void amax_of_unit(const Narrow *p, const Unit *u, float *amax) {
-  const int64_t size = p->block_columns;
-  int32_t *most = (int32_t *)amax;
+  const int is_half = p->x_type == BFLOAT16;
+  int32_t most[STRIP];
   memset(most, 0, u->blocks * sizeof(int32_t));
-  if (size == 1) {
-    amax_of_columns(p, u, most);
-    return;
-  }
-  for (int64_t row = u->row0; row < u->row1; row++) {
-    const int64_t index = index_of(p, u, row, u->first);
-    for (int64_t b = 0; b < u->blocks; b++) {
-      const int64_t left = u->last - u->first - b * size;
-      const int32_t found = largest_of(p, index + b * size, left < size ? left : size);
-      most[b] = found > most[b] ? found : most[b];
-    }
-  }
+  if (is_half) amax_of(p, u, 1, most);
+  else amax_of(p, u, 0, most);
+  for (int64_t b = 0; b < u->blocks; b++) amax[b] = as_float((uint32_t)most[b] << 16 * is_half);
 }
 
-/* The largest magnitude of each block into `amax`, unless 0, and that of the tensor into `top`, which begins as 0:
-of all blocks, or, if only_finite, of those without NaN and infinity. */
+/* The largest magnitude of each block into `amax`. */
 int amax_pass(const Narrow *p, int64_t begin, int64_t end) {
-  float spare[STRIP];
-  int32_t most = 0;
   for (int64_t number = begin; number < end; number++) {
     const Unit u = unit_of(p, number);
-    float *amax = p->amax ? p->amax + u.entry : spare;
-    amax_of_unit(p, &u, amax);
-    for (int64_t b = 0; b < u.blocks; b++) {
-      const int32_t bits = (int32_t)as_bits(amax[b]);
-      most = bits > most && !(p->only_finite && bits >= 0x7F800000) ? bits : most;
-    }
+    amax_of_unit(p, &u, p->amax + u.entry);
   }
-  for (int32_t now = __atomic_load_n(p->top, __ATOMIC_RELAXED); now < most;)
-    if (__atomic_compare_exchange_n(p->top, &now, most, 0, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) break;
   return 0;
 }
 
-/* The sum of n numbers that lie `stride` apart, half by half as long as that goes; they are overwritten. */
-static float sum_by_halves(float *v, int64_t n, int64_t stride) {
+/* Two errors of a block as one: their sum, or the larger, a NaN before all. */
+INLINE float joined(int choose, float a, float b) {
+  const uint32_t x = as_bits(a), y = as_bits(b);
+  return choose == MAX ? as_float(x > y ? x : y) : a + b;
+}
+
+/* The n numbers that lie `stride` apart as one, half by half as long as that goes; they are overwritten. */
+static float by_halves(int choose, float *v, int64_t n, int64_t stride) {
   while (n > 1 && n % 2 == 0) {
     n /= 2;
-    for (int64_t k = 0; k < n; k++) v[k * stride] = v[k * stride] + v[(k + n) * stride];
+    for (int64_t k = 0; k < n; k++) v[k * stride] = joined(choose, v[k * stride], v[(k + n) * stride]);
   }
-  float sum = v[0];
-  for (int64_t k = 1; k < n; k++) sum = sum + v[k * stride];
-  return sum;
+  float found = v[0];
+  for (int64_t k = 1; k < n; k++) found = joined(choose, found, v[k * stride]);
+  return found;
 }
 
-static float largest_magnitude(const float *e, const Narrow *p, int64_t rows, int64_t width) {
-  uint32_t most = 0;
-  for (int64_t row = 0; row < rows; row++)
-    for (int64_t k = 0; k < p->block_columns; k++) {
-      const uint32_t bits = as_bits(e[row * width + k]);
-      most = bits > most ? bits : most;
-    }
-  return as_float(most);
-}
-
-/* One number for a block of `e`, whose rows are `width` apart: along the contraction one after the other. */
+/* One number for a block of `e`, whose rows are `width` apart; what lies along the contraction comes first, in order. */
 static float reduced(float *e, const Narrow *p, int64_t rows, int64_t width) {
-  if (p->cast->choose == MAX) return largest_magnitude(e, p, rows, width);
-  if (p->contracts_columns) {
-    for (int64_t row = 0; row < rows; row++) {
-      float *of = e + row * width, sum = of[0];
-      for (int64_t k = 1; k < p->block_columns; k++) sum = sum + of[k];
-      of[0] = sum;
-    }
-    return sum_by_halves(e, rows, width);
+  const int choose = p->cast->choose;
+  if (!p->contracts_columns) return by_halves(choose, e, p->block_columns, 1); /* find_errors has joined the rows */
+  for (int64_t row = 0; row < rows; row++) {
+    float *of = e + row * width, found = of[0];
+    for (int64_t k = 1; k < p->block_columns; k++) found = joined(choose, found, of[k]);
+    of[0] = found;
   }
-  for (int64_t row = 1; row < rows; row++)
-    for (int64_t k = 0; k < p->block_columns; k++) e[k] = e[k] + e[row * width + k];
-  return sum_by_halves(e, p->block_columns, 1);
+  return by_halves(choose, e, rows, width);
 }
 
 /* The errors of n numbers of a row: absolute, or squared. `above`: the outer scale, or under NVFP4 its amax. */
@@ -286,9 +243,9 @@ static void errors_of(const Narrow *p, int64_t n, const float *RESTRICT x, const
 
 /* The error of each block of a unit under its scale, by the choice, into `out`; `e` has room for the unit. */
 static void find_errors(const Narrow *p, const Unit *u, const Scales *by, float *e, float *out) {
-  float x[TILE], t[TILE], spares[3][TILE], over[STRIP];
+  float widened[TILE], t[TILE], spares[3][TILE], over[STRIP];
   const int64_t width = strip(p);
-  const int is_nvfp4 = p->cast->rule == NVFP4;
+  const int is_nvfp4 = p->cast->rule == NVFP4, choose = p->cast->choose;
   if (is_nvfp4)
     for (int64_t b = 0; b < u->blocks; b++) over[b] = p->over[p->over_each ? u->entry + b : 0];
   for (int64_t column = u->first; column < u->last; column += TILE) {
@@ -298,20 +255,17 @@ static void find_errors(const Narrow *p, const Unit *u, const Scales *by, float 
     const float *above = p->over ? spread(p, u, is_nvfp4 ? over : by->above, column, n, spares[2]) : 0;
     for (int64_t row = u->row0; row < u->row1; row++) {
       const int64_t index = index_of(p, u, row, column);
-      load(p, index, n, x);
+      const float *x = load(p, index, n, widened);
       scale(p, n, x, encode, t);
       round_all(p, index, n, t);
       errors_of(p, n, x, block, above, t, e + (row - u->row0) * width + column - u->first);
     }
   }
-  if (p->block_columns == 1 && !p->contracts_columns && p->cast->choose != MAX) { /* a vector of columns at a time */
-    for (int64_t row = 1; row < u->row1 - u->row0; row++)
-      for (int64_t k = 0; k < u->last - u->first; k++) e[k] = e[k] + e[row * width + k];
-    memcpy(out, e, (size_t)(u->last - u->first) * sizeof(float));
-    return;
-  }
-  for (int64_t k = 0; k < u->last - u->first; k += p->block_columns)
-    out[k / p->block_columns] = reduced(e + k, p, u->row1 - u->row0, width);
+  for (int64_t row = 1; !p->contracts_columns && row < u->row1 - u->row0; row++)
+    for (int64_t k = 0; k < u->last - u->first; k++) e[k] = joined(choose, e[k], e[row * width + k]);
+  if (p->block_columns == 1 && !p->contracts_columns) memcpy(out, e, u->blocks * sizeof(float));
+  else
+    for (int64_t b = 0; b < u->blocks; b++) out[b] = reduced(e + b * p->block_columns, p, u->row1 - u->row0, width);
 }
 
 /* The scales of a unit's blocks: for each block, of the candidate with the least error, which `sums` gets with SCALES. */
@@ -337,15 +291,17 @@ static void choose_scales(const Narrow *p, const Unit *u, Scales *best, float *e
 /* Sums over each block of a unit, one number after the other: of t^2 into `out`, of t q into `sums`; t in units of
 the scale, q rounded, both 0 in a block that is not finite or whose scale is 0. */
 static void add_projections(const Narrow *p, const Unit *u, const Scales *by) {
-  float x[TILE], t[TILE], q[TILE], encode_of[TILE];
+  float widened[TILE], t[TILE], q[TILE], encode_of[TILE];
   const int64_t size = p->block_columns, most = TILE / size * size;
   for (int64_t column = u->first; column < u->last; column += most) {
     const int64_t n = u->last - column < most ? u->last - column : most, first = (column - u->first) / size;
     const float *encode = spread(p, u, by->encode, column, n, encode_of);
     float *RESTRICT above = (float *)p->out + u->entry + first, *RESTRICT below = p->sums + u->entry + first;
+    fill(above, -0.0f, (n + size - 1) / size); /* which changes no number that is added to it */
+    fill(below, -0.0f, (n + size - 1) / size);
     for (int64_t row = u->row0; row < u->row1; row++) {
       const int64_t index = index_of(p, u, row, column);
-      load(p, index, n, x);
+      const float *x = load(p, index, n, widened);
       scale(p, n, x, encode, t);
       memcpy(q, t, n * sizeof(float));
       round_all(p, index, n, q);
@@ -353,19 +309,11 @@ static void add_projections(const Narrow *p, const Unit *u, const Scales *by) {
         q[k] = t[k] * q[k];
         t[k] = t[k] * t[k];
       }
-      if (size == 1 && row == u->row0) {
-        memcpy(above, t, n * sizeof(float));
-        memcpy(below, q, n * sizeof(float));
-      } else if (size == 1) {
+      if (size == 1)
         for (int64_t k = 0; k < n; k++) above[k] = above[k] + t[k], below[k] = below[k] + q[k];
-      } else {
-        for (int64_t k = 0; k < n; k += size) {
-          float a = t[k], b = q[k];
-          for (int64_t i = 1; i < size; i++) a = a + t[k + i], b = b + q[k + i];
-          above[k / size] = a;
-          below[k / size] = b;
-        }
-      }
+      else
+        for (int64_t k = 0, b = 0; k < n; k += size, b++)
+          for (int64_t i = k; i < k + size; i++) above[b] = above[b] + t[i], below[b] = below[b] + q[i];
     }
     for (int64_t k = 0; k < (n + size - 1) / size; k++)
       if (by->finite[first + k] == 0 || by->block[first + k] == 0) above[k] = below[k] = 0;
@@ -374,14 +322,14 @@ static void add_projections(const Narrow *p, const Unit *u, const Scales *by) {
 
 /* Every element of a unit to its format's grid. */
 static void round_unit(const Narrow *p, const Unit *u, const Scales *by) {
-  float x[TILE], t[TILE], encode_of[TILE], block_of[TILE];
+  float widened[TILE], t[TILE], encode_of[TILE], block_of[TILE];
   for (int64_t column = u->first; column < u->last; column += TILE) {
     const int64_t n = u->last - column < TILE ? u->last - column : TILE;
     const float *encode = spread(p, u, by->encode, column, n, encode_of), *block = 0;
     if (p->result != VALUES) block = spread(p, u, p->result == CODES ? by->finite : by->block, column, n, block_of);
     for (int64_t row = u->row0; row < u->row1; row++) {
       const int64_t index = index_of(p, u, row, column);
-      load(p, index, n, x);
+      const float *x = load(p, index, n, widened);
       scale(p, n, x, encode, t);
       round_all(p, index, n, t);
       if (p->result == CODES) {
@@ -428,7 +376,7 @@ int narrow_pass(const Narrow *p, int64_t begin, int64_t end) {
 
 /* The sum of the finite numbers of each column, float64, into `out`; every row is in one unit. */
 int sum_pass(const Narrow *p, int64_t begin, int64_t end) {
-  float x[TILE];
+  float widened[TILE];
   for (int64_t number = begin; number < end; number++) {
     const Unit u = unit_of(p, number);
     for (int64_t column = u.first; column < u.last; column += TILE) {
@@ -436,7 +384,7 @@ int sum_pass(const Narrow *p, int64_t begin, int64_t end) {
       double *RESTRICT sums = (double *)p->out + column;
       for (int64_t k = 0; k < n; k++) sums[k] = 0;
       for (int64_t row = u.row0; row < u.row1; row++) {
-        load(p, index_of(p, &u, row, column), n, x);
+        const float *x = load(p, index_of(p, &u, row, column), n, widened);
         for (int64_t k = 0; k < n; k++) sums[k] += fabsf(x[k]) <= 3.40282347e38f ? x[k] : 0.0f;
       }
     }

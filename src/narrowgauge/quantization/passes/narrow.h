@@ -30,17 +30,16 @@ typedef struct { /* one tensor */
   const float *uniform; /* one an element, or 0: the stream of `key` from `offset` on */
   const float *over;    /* the amax that an outer scale comes from, one or, if over_each, one a block; or 0 */
   const float *finite;  /* not 0 where a block is; only if is_given */
-  float *amax;          /* of each block, if known; amax_pass writes it, and the largest into `top` */
+  float *amax;          /* of each block, if known; amax_pass writes it */
   float *encode, *block; /* of each block: read if is_given, else written if not 0 */
   float *above;         /* the outer scale, one for each entry of `over` */
   void *out;
   float *sums;
-  int32_t *top;
   int64_t batch, rows, columns, block_rows, block_columns;
   uint64_t offset; /* of the first element's random bits */
   uint32_t key[2];
   int32_t x_type, out_type, result, divides, contracts_columns;
-  int32_t is_one, is_given, over_each, only_finite; /* is_one: the tensor is one block, whose pieces are units */
+  int32_t is_one, is_given, over_each; /* is_one: the tensor is one block, whose pieces are units */
 } Narrow;
 
 typedef struct { int64_t batch, grid_row, first, last, row0, row1, blocks, entry; } Unit;

@@ -144,11 +144,6 @@ class TensorShard:
                 "would cut some of them; use fewer ranks on that axis of [parallel], or other dimensions"
             )
 
-    def require_full_blocks(self, cast: Cast) -> None:
-        """Refuse a sharding of the last dimension that would divide blocks of a state cast."""
-        assert cast.block is not None
-        self.require_aligned(cast.block[1] or self.axes[-1].size, -1, cast, "blocks")
-
     def global_indices(self, device: torch.device | str) -> torch.Tensor:
         """Row-major index of each local element in the global tensor, int64 of the local shape."""
         index = torch.zeros((), dtype=torch.int64, device=device)
@@ -164,10 +159,6 @@ class TensorShard:
         if len(first.segments) == 1 and all(not axis.groups for axis in others):
             return stream.from_element(first.segments[0][0] * prod(axis.size for axis in others))
         return stream.uniform_at(self.global_indices(stream.key.device))
-
-    def row(self) -> "TensorShard":
-        """The position of one row that represents all rows, such as their mean."""
-        return TensorShard((full_axis(1), self.axes[-1]))
 
     def grid(self, cast: Cast, axis: int) -> "TensorShard":
         """The position of the local blocks in the grid of all blocks of a cast."""

@@ -38,7 +38,7 @@ read or write the stored tensors there.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
@@ -93,7 +93,7 @@ class QuantizedState:
         shard: TensorShard | None = None,
     ) -> None:
         """Allocate zeros. Processes with shards of one tensor have to call `write` at the same time."""
-        if unknown := cast.unsupported(Consumer.STATE):
+        if unknown := cast.unsupported[Consumer.STATE]:
             raise UserError(
                 f"cast {cast.name!r} of state: {', '.join(unknown)} is for operands of a matmul; remove the "
                 "key"
@@ -123,11 +123,6 @@ class QuantizedState:
         """Zeros in a cast, of the same shape and in the same place."""
         return QuantizedState(self.shape, cast, self.device, self.on_host, self.shard)
 
-    @property
-    def nbytes(self) -> int:
-        """The memory of the stored tensors, in bytes."""
-        return sum(t.numel() * t.element_size() for t in self.tensors.values())
-
     def read(self) -> torch.Tensor:
         """The values as float32, contiguous; fp32 state on its device returns the stored tensor itself."""
         t, cast = self.on_device(), self.cast
@@ -135,18 +130,24 @@ class QuantizedState:
             return t["values"].float()
         if cast.element.bits == 16:
             return t["values"].float() * t["scale"]
-        codes = unpack(t["codes"], cast.element, self.shape[-1] if self.shape else 1).view(self.shape)
-        blocks = self._blocks()
+        q = self.quantized(t)
+        blocks = q.blocks
         if cast.codebook:
-            table = torch.tensor(code_values(cast.codebook), dtype=torch.float32, device=codes.device)
-            values = blocks.split(table[codes.int()])
-            return blocks.merge(values * blocks.align(t["scales"])).contiguous()
-        tensor_scale = t.get("tensor_scale", torch.ones((), dtype=torch.float32, device=codes.device))
-        x = QTensor(codes, stored_scales(t["scales"], cast), None, tensor_scale, cast, blocks).dequantize()
+            table = torch.tensor(code_values(cast.codebook), dtype=torch.float32, device=q.codes.device)
+            return blocks.merge(blocks.split(table[q.codes.int()]) * q.aligned_scales()[0]).contiguous()
+        x = q.dequantize()
         if cast.expand:
             y = blocks.split(x)
             x = blocks.merge(y.sign() * y.abs() ** (1 / t["k"]) * t["c"])
         return x.contiguous()
+
+    def quantized(self, tensors: Mapping[str, torch.Tensor]) -> QTensor:
+        """The stored codes and their scales; a codebook or an expansion gives them other values."""
+        cast, scales = self.cast, tensors["scales"]
+        codes = unpack(tensors["codes"], cast.element, self.shape[-1] if self.shape else 1).view(self.shape)
+        scales = decode(scales, format(cast.scale)) if cast.has_coded_scales else scales.float()
+        outer = tensors.get("tensor_scale", torch.ones((), dtype=torch.float32, device=codes.device))
+        return QTensor(codes, scales, None, outer, cast, self._blocks())
 
     @property
     def shares_scale(self) -> bool:
@@ -260,7 +261,7 @@ class QuantizedState:
             return {"values": values.to(torch_dtype(cast.element)), "scale": by}
         blocks, extra = self._blocks(), {}
         if shard is not None and (cast.codebook or cast.expand):
-            shard.require_full_blocks(cast)
+            shard.require_aligned((cast.block or (0, 0))[1] or shard.shape[-1], -1, cast, "blocks")
         if cast.codebook:
             return _in_codebook(x, cast.codebook, blocks)
         if cast.expand:
@@ -280,11 +281,6 @@ class QuantizedState:
 def _copies(device: torch.device) -> torch.cuda.Stream:
     """The CUDA stream of copies from the host."""
     return torch.cuda.Stream(device)
-
-
-def stored_scales(scales: torch.Tensor, cast: Cast) -> torch.Tensor:
-    """The float32 block scales of a cast from their stored form: codes, bf16 or fp32."""
-    return decode(scales, format(cast.scale)) if cast.has_coded_scales else scales.float()
 
 
 def _in_codebook(x: torch.Tensor, name: str, blocks: Blocks) -> dict[str, torch.Tensor]:

@@ -261,4 +261,4 @@ def _has_memory(recipe: Recipe) -> bool:
 
 def has_memory(cast: Cast) -> bool:
     """Whether the result of a cast depends on earlier steps; assumed for a key that is not listed."""
-    return bool(cast.unsupported(Consumer.MEMORYLESS))
+    return bool(cast.unsupported[Consumer.MEMORYLESS])

@@ -99,7 +99,7 @@ def is_tokenwise(cast: Cast) -> bool:
     scales_per_token = all(
         not c.is_scaled or (c.tensor_scale != "tensor" and (c.block or (0,))[0] == 1) for c in parts
     )
-    return scales_per_token and not cast.unsupported(Consumer.TOKENWISE) and not cast.is_random
+    return scales_per_token and not cast.unsupported[Consumer.TOKENWISE] and not cast.is_random
 
 
 def open_run(path: Path, device: str = "auto", tokenizer: Path | None = None) -> TrainedRun:
