@@ -43,7 +43,6 @@ from narrowgauge.system.files import make_directory, write_whole
 from narrowgauge.system.json_lines import append_lines, bytes_until_step, read_jsonl
 from narrowgauge.system.toml_text import parse_toml
 from narrowgauge.trainer.checkpoint.interop.safetensors_reader import read_json
-from narrowgauge.trainer.distributed import Coordinator
 from narrowgauge.trainer.runs.choices import RAISED
 from narrowgauge.trainer.runs.monitor.loggers import Loggers
 from narrowgauge.trainer.training.config.config import Config, make_config, without_gone
@@ -262,25 +261,6 @@ class RunDirectory:
     def lines(self) -> list[dict[str, Any]]:
         """All lines of the metrics."""
         return read_jsonl(self.metrics) if self.metrics.exists() else []
-
-
-def claim_together(
-    path: Path, config: Config, digest: str, coordinator: Coordinator, allowed: Sequence[str] = ()
-) -> ConfigDiff | None:
-    """Claim a directory for a run with a corpus of this digest. Collective: rank 0 claims it for all.
-
-    Returns the differences, on rank 0, all in keys of `allowed` (`--allow-change`); None on all ranks if the
-    run is done.
-    """
-    changes: ConfigDiff = {}
-    is_done = False
-    if coordinator.rank == 0:
-        existing = RunDirectory(path)
-        changes = existing.claim(config, allowed)
-        is_done = existing.status() == "done" and not changes
-        if not is_done:
-            existing.check_corpus(digest, allowed)
-    return None if coordinator.broadcast(is_done) else changes
 
 
 def run_id_of(config: Config, corpus_digest: str) -> str:

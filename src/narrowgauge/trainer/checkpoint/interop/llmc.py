@@ -78,14 +78,20 @@ def write_llmc(
     path: Path, config: ModelConfig, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype
 ) -> None:
     """Write a new file that llm.c reads."""
-    _require_gpt2(config)
+    sizes = {"kv_heads": config.heads, "head_dim": config.dim / config.heads, "ffn_dim": 4 * config.dim}
+    for name, value in (_GPT2 | sizes).items():
+        if getattr(config, name) != value:
+            raise UserError(
+                f"llm.c's model files hold GPT-2 only, which has {name} = {value}, unlike this model; use "
+                "--to hf"
+            )
     versions = {d: version for version, d in VERSIONS.items()}
     if dtype not in versions:
         raise UserError(f"llm.c has no model files of {dtype}; use --dtype fp32 or --dtype bf16")
     padded = -(-config.vocab_size // _PAD_TO) * _PAD_TO
     header = np.zeros(_HEADER, dtype="<i4")
-    sizes = (getattr(config, name) for name in _SIZES)
-    header[:8] = (LlmcMagic.GPT2_MODEL, versions[dtype], *sizes, padded)
+    of_header = (getattr(config, name) for name in _SIZES)
+    header[:8] = (LlmcMagic.GPT2_MODEL, versions[dtype], *of_header, padded)
     with path.open("xb") as file:
         file.write(header.tobytes())
         for name, shape in _stored(config, padded).items():
@@ -138,18 +144,6 @@ def _config(path: Path, header: NDArray[np.int32]) -> ModelConfig:
         return ModelConfig(**sizes, ffn_dim=4 * channels, initial_std=0.02, **_GPT2)
     except UserError as error:
         raise _wrong(path, str(error)) from None
-
-
-def _require_gpt2(config: ModelConfig) -> None:
-    """Refuse a model that the header cannot describe."""
-    c = config
-    sizes = {"kv_heads": c.heads, "head_dim": c.dim / c.heads, "ffn_dim": 4 * c.dim}
-    for name, value in (_GPT2 | sizes).items():
-        if getattr(c, name) != value:
-            raise UserError(
-                f"llm.c's model files hold GPT-2 only, which has {name} = {value}, unlike this model; use "
-                "--to hf"
-            )
 
 
 def _wrong(path: Path, what: str) -> UserError:

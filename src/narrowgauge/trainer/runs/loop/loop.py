@@ -41,7 +41,7 @@ from narrowgauge.trainer.runs.monitor.loggers import SINKS, Loggers
 from narrowgauge.trainer.runs.monitor.machine import choose_arithmetic
 from narrowgauge.trainer.runs.monitor.profiler import Profile
 from narrowgauge.trainer.runs.monitor.progress import Display
-from narrowgauge.trainer.runs.run_directory import NullRunWriter, RunDirectory, RunWriter, claim_together
+from narrowgauge.trainer.runs.run_directory import NullRunWriter, RunDirectory, RunWriter
 from narrowgauge.trainer.runs.use.trained_model import held_out_batches, open_run
 from narrowgauge.trainer.simulate import Memory, MemoryTracker
 from narrowgauge.trainer.training.config.config import Config
@@ -101,8 +101,15 @@ def run(
             dataset = open_checked_data(resolved.config, coordinator, display.stage)
             with lock_run(path, coordinator.rank, coordinator.barrier):
                 requests.save_first()  # until the directory has a status
-                changes = claim_together(path, resolved.config, dataset.digest, coordinator, allow_change)
-                if changes is None:
+                changes: ConfigDiff = {}  # all in keys of `allow_change`
+                is_done = False
+                if coordinator.rank == 0:  # it claims the directory for all
+                    existing = RunDirectory(path)
+                    changes = existing.claim(resolved.config, allow_change)
+                    is_done = existing.status() == "done" and not changes
+                    if not is_done:
+                        existing.check_corpus(dataset.digest, allow_change)
+                if coordinator.broadcast(is_done):
                     display.log(f"{path} is done; to train again, name another directory with --out")
                 else:
                     missing = kernels_missing(resolved.device)

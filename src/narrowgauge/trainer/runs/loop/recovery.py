@@ -40,7 +40,6 @@ from narrowgauge.nn import Gauges
 from narrowgauge.recipes import STATE_PLACES
 from narrowgauge.trainer.checkpoint import DamagedError, steps, verify
 from narrowgauge.trainer.runs.loop.run_context import RunContext
-from narrowgauge.trainer.training.step.step_faults import FirstBad
 from narrowgauge.trainer.training.step.trainer import Trainer
 
 
@@ -154,8 +153,12 @@ def _record_verdict(context: RunContext, trainer: Trainer, verdict: GuardVerdict
 
 def broke_in(context: RunContext, trainer: Trainer, target: Path | None) -> BrokenPlace | None:
     """The place that broke in the last step. Goes back to the state of `target`, if given."""
-    if (bad := first_broken(trainer, trainer.first_bad)) is not None:
-        return bad
+    bad, recipe = trainer.first_bad, trainer.recipe
+    places = (*recipe.casts, *STATE_PLACES)
+    if bad is not None and bad.is_of_cast and bad.place in places:  # it was finite before its cast
+        cast = recipe.casts.get(bad.place) or recipe.state.get(bad.place)
+        if cast is not None and cast.name not in wide_casts(trainer):
+            return BrokenPlace(bad.place, (bad.layer,), cast.name, None)
     trainer.step -= 1
     is_finite = trainer.verdict.is_finite
     now = _read(trainer, trainer.micro_batches, update=is_finite and target is not None)
@@ -181,17 +184,6 @@ def set_raised(context: RunContext, trainer: Trainer, raised: list[Raise]) -> No
     trainer.guard.raised = raised
     trainer.follow_rules()
     record_raises(context, trainer)
-
-
-def first_broken(trainer: Trainer, bad: FirstBad | None) -> BrokenPlace | None:
-    """The place of a first bad tensor that was finite before its cast; None otherwise."""
-    recipe = trainer.recipe
-    if bad is None or not bad.is_of_cast or bad.place not in (*recipe.casts, *STATE_PLACES):
-        return None
-    cast = recipe.casts.get(bad.place) or recipe.state.get(bad.place)
-    if cast is None or cast.name in wide_casts(trainer):
-        return None
-    return BrokenPlace(bad.place, (bad.layer,), cast.name, None)
 
 
 def wide_casts(trainer: Trainer) -> set[str]:
