@@ -285,39 +285,31 @@ def prepared_by(x: torch.Tensor, cast: Cast, axis: int, context: QuantContext) -
     """A tensor after the transforms of its cast."""
     if left := cast.unsupported[Consumer.TORCH]:
         raise UserError(f"cast {cast.name!r}: nothing computes {', '.join(left)}; remove the key")
-    prepared = _without_mean(x, cast, context) if cast.center else Prepared(x)
-    if cast.hadamard:
-        prepared = _transformed(prepared, cast, axis, context)
+    mean: torch.Tensor | None = None
+    unclamped: torch.Tensor | None = None
+    if cast.center:
+        mean = context.token_mean(x, in_c.token_sums(x)).float()
+        x, mean = x - mean, _rounded_mean(mean, cast, context)  # both in float32
+    if cast.hadamard:  # of the tensor and of its mean, so that their sum is the transformed tensor
+        signs = context.signs_of(cast)
+        if context.shard is not None:
+            context.shard.require_aligned(cast.hadamard, axis, cast)
+        mean = None if mean is None else hadamard(mean.expand_as(x), cast.hadamard, axis, signs)
+        x = hadamard(x, cast.hadamard, axis, signs)
     if cast.outliers or cast.compensate:
-        x = prepared.x
-        prepared = prepared._replace(
-            x=clamp_outliers(x, cast.outliers, context) if cast.outliers else x, unclamped=x
-        )
-    return prepared
+        unclamped = x
+        x = clamp_outliers(x, cast.outliers, context) if cast.outliers else x
+    return Prepared(x, mean, unclamped)
 
 
-def _without_mean(x: torch.Tensor, cast: Cast, context: QuantContext) -> Prepared:
-    """Subtract the mean over tokens, in x's dtype; `center_cast` rounds what is added back."""
-    mean = context.token_mean(x, in_c.token_sums(x)).float()
-    rest = x - mean  # in float32
-    if cast.center_cast:
-        shard = context.shard  # one row stands for all
-        of_row = None if shard is None else TensorShard((full_axis(1), shard.axes[-1]))
-        row = quantize_in_context(
-            mean.flatten(0, -2), named_cast(cast.center_cast), -1, QuantContext(shard=of_row)
-        )
-        mean = row.dequantize().view([1] * (x.ndim - 1) + [-1])
-    return Prepared(rest, mean)
-
-
-def _transformed(prepared: Prepared, cast: Cast, axis: int, context: QuantContext) -> Prepared:
-    """Transform the tensor and its mean, so that their sum is the transformed tensor."""
-    x, mean, signs = prepared.x, prepared.mean, context.signs_of(cast)
-    if context.shard is not None:
-        context.shard.require_aligned(cast.hadamard, axis, cast)
-    if mean is not None:
-        mean = hadamard(mean.expand_as(x), cast.hadamard, axis, signs)
-    return Prepared(hadamard(x, cast.hadamard, axis, signs), mean)
+def _rounded_mean(mean: torch.Tensor, cast: Cast, context: QuantContext) -> torch.Tensor:
+    """The mean over tokens that is added back, rounded to `center_cast` if there is one."""
+    if not cast.center_cast:
+        return mean
+    shard = context.shard  # one row stands for all
+    of_row = QuantContext(shard=None if shard is None else TensorShard((full_axis(1), shard.axes[-1])))
+    row = quantize_in_context(mean.flatten(0, -2), named_cast(cast.center_cast), -1, of_row)
+    return row.dequantize().view(mean.shape)
 
 
 def _apart(

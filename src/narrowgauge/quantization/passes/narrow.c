@@ -32,10 +32,9 @@ static Unit unit_of(const Narrow *p, int64_t number) {
   Unit u;
   int64_t width = strip(p), across = strips(p), row = number / across;
   u.batch = row / grid_rows(p);
-  u.grid_row = row % grid_rows(p);
   u.first = number % across * width;
   u.last = u.first + width < p->columns ? u.first + width : p->columns;
-  u.row0 = u.grid_row * p->block_rows;
+  u.row0 = row % grid_rows(p) * p->block_rows;
   u.row1 = u.row0 + p->block_rows < p->rows ? u.row0 + p->block_rows : p->rows;
   u.blocks = (u.last - u.first + p->block_columns - 1) / p->block_columns;
   u.entry = p->is_one ? 0 : row * grid_columns(p) + u.first / p->block_columns; /* of its first block */

@@ -42,7 +42,7 @@ typedef struct { /* one tensor */
   int32_t is_one, is_given, over_each; /* is_one: the tensor is one block, whose pieces are units */
 } Narrow;
 
-typedef struct { int64_t batch, grid_row, first, last, row0, row1, blocks, entry; } Unit;
+typedef struct { int64_t batch, first, last, row0, row1, blocks, entry; } Unit;
 
 typedef struct { float amax[STRIP], encode[STRIP], block[STRIP], finite[STRIP], above[STRIP]; } Scales;
 
