@@ -3,7 +3,7 @@
 import pytest
 
 from narrowgauge.system.errors import UserError
-from narrowgauge.trainer.experiment.grid import make_runs, parse_variant, recipe_variants
+from narrowgauge.trainer.experiment.design import make_runs, parse_variant, recipe_variants
 from narrowgauge.trainer.laboratory.arguments import names as words_of
 from narrowgauge.trainer.laboratory.arguments import parse_seeds
 

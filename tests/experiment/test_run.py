@@ -2,8 +2,7 @@
 
 import pytest
 
-from narrowgauge.trainer.experiment.design import make_experiment
-from narrowgauge.trainer.experiment.grid import recipe_variants
+from narrowgauge.trainer.experiment.design import make_experiment, recipe_variants
 from narrowgauge.trainer.experiment.run import shortened, with_equal_threads
 from narrowgauge.trainer.models import flops_per_token
 from narrowgauge.trainer.runs.monitor import machine

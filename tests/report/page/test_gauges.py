@@ -8,7 +8,7 @@ import torch
 from narrowgauge.quantization import make_cast, quantize
 from narrowgauge.quantization.gauges.figures import figures, gauge_operand
 from narrowgauge.trainer.report import render_report
-from narrowgauge.trainer.report.page.gauges import gauges, heat_data
+from narrowgauge.trainer.report.page.measured import gauges, heat_data
 from narrowgauge.trainer.report.read.run import read_run
 
 

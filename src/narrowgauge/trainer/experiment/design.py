@@ -1,9 +1,13 @@
 """The design of an experiment: arms, seeds, rungs and jobs.
 
-    arm     a recipe or any other set of keys; the first is the reference
+    arm     a recipe (--recipes) or any other set of keys (--variant, or the table [arms] of a TOML file); the
+            first is the reference
     seed    a block: all arms have the same initial weights and process the same tokens in the same order
     rung    a number of optimizer steps after which each arm is measured, with its learning rate decayed
     job     a running process; several jobs train side by side
+
+A run directory is named after its arm and seed: `fp8`, `fp8-seed-7`. So the same command line continues a
+comparison, and one with more recipes, variants or seeds reuses the existing runs.
 
 A comparison without rungs is the default case: each run is validated according to its configuration. The
 table [experiment] of a TOML file, `--rungs` or `--jobs` make a measured experiment: each run ends with two
@@ -19,22 +23,52 @@ whether a format starts. An arm whose state has another format than the referenc
 """
 
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 
 from narrowgauge.system.errors import UserError, unknown
-from narrowgauge.trainer.experiment.grid import ArmRun, Seeds, Variant, make_runs, take_arms
 from narrowgauge.trainer.models import count_block_weights
-from narrowgauge.trainer.report.read.stored import PlannedComparison
-from narrowgauge.trainer.report.verdict.rule import is_control
+from narrowgauge.trainer.report.read.stored import PlannedComparison, PlannedRun
 from narrowgauge.trainer.training import Config, make_config
 from narrowgauge.trainer.training.config.schema import Section
 
+Values = Mapping[str, Mapping[str, Any]]  # nested, as TOML has them
+Keys = Mapping[str, Any]  # flat: {"section.key": value}
+Variant = tuple[str, Keys]  # a name, and the keys in which it differs from the shared configuration
+Seeds = int | Sequence[int] | None  # how many, or which; None: that of the configuration
+SEED, RECIPE = "training.seed", "recipe.name"
+MOST_RUNS = 1000
+# A value may contain commas, as in betas=0.9,0.95, and a table in braces anything.
+_NEXT_KEY = re.compile(r",(?=[a-z_-]+(?:\.[\w.]+)?=)(?![^{]*\})")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
 _SPARE = 8  # checkpoints in addition to those at multiples, for a trunk that was stopped by signals
 _Count = Annotated[int, Field(gt=0, strict=True)]
+
+
+class ArmRun(PlannedRun):
+    """A planned run with its configuration, which its readers do not have.
+
+    It waits until its sources have ended, and begins with the first whose checkpoint is there, or at step 0,
+    with the same digits.
+    """
+
+    config: Config = Field(exclude=True)
+    sources: tuple[tuple[str, int], ...] = Field((), exclude=True)  # where it may branch off, at which steps
+
+    @classmethod
+    def of(cls, config: Config, **facts: Any) -> "ArmRun":
+        """The run of a configuration, with its other fields."""
+        steps = config.training.steps
+        return cls(config=config, steps=steps, tokens=steps * config.tokens_per_step, **facts)
+
+    @property
+    def tokens_to_train(self) -> int:
+        """The tokens that the run itself trains on: all of them, or those after the branch."""
+        return self.tokens * (self.steps - (self.sources[0][1] if self.sources else 0)) // self.steps
 
 
 class Design(Section):
@@ -95,6 +129,8 @@ def make_experiment(
     The variants are `recipes`, the `chosen` arms of the file besides the reference (() for all), and
     `variants`. Seeds, rungs and jobs, if given, replace those of the file.
     """
+    from narrowgauge.trainer.report.verdict.rule import is_control  # here: a command line needs no numpy
+
     named, (values, arms) = list(values.get("arms", {})), take_arms(values, chosen)
     table = dict(values.pop("experiment", {}))
     table |= ({"rungs": list(rungs)} if rungs else {}) | ({"jobs": jobs} if jobs else {})
@@ -144,7 +180,14 @@ def _design(table: Mapping[str, Any], arms: Sequence[str]) -> Design:
 
 def _chain(point: ArmRun, design: Design) -> list[ArmRun]:
     """The trunk and the branches of one arm and seed, with the checkpoints that they need."""
-    config, rungs = _measured(point.config, design.held_out_tokens), design.rungs
+    config, rungs = point.config, design.rungs
+    tokens = config.training.micro_batch_size * config.data.sequence_length
+    wanted = design.held_out_tokens or tokens * config.validation.batches
+    if wanted % tokens:
+        raise UserError(
+            f"[experiment] held_out_tokens = {wanted!r} must be a multiple of a micro-batch, {tokens} tokens"
+        )
+    config = _with(config, validation={"every": config.training.steps, "batches": wanted // tokens})
     starts = [_branch_step(config, steps) for steps in rungs[:-1]]
     if starts:
         every = math.gcd(*starts, config.checkpoint.every)
@@ -192,17 +235,6 @@ def _forked(runs: Sequence[ArmRun], step: int) -> list[ArmRun]:
     return [*forks.values(), *begun]
 
 
-def _measured(config: Config, held_out_tokens: int | None) -> Config:
-    """The configuration with a validation on as many tokens at the end of the run."""
-    tokens = config.training.micro_batch_size * config.data.sequence_length
-    wanted = held_out_tokens or tokens * config.validation.batches
-    if wanted % tokens:
-        raise UserError(
-            f"[experiment] held_out_tokens = {wanted!r} must be a multiple of a micro-batch, {tokens} tokens"
-        )
-    return _with(config, validation={"every": config.training.steps, "batches": wanted // tokens})
-
-
 def _with(config: Config, **sections: Mapping[str, Any]) -> Config:
     """The configuration with other values of some keys, by section."""
     update = {name: getattr(config, name).model_copy(update=keys) for name, keys in sections.items()}
@@ -240,3 +272,104 @@ def _require_shared(branch: ArmRun, trunk: Config) -> None:
                     f"{own[0]} and of {of_trunk[0]} steps, so they cannot share a trunk; let it begin with "
                     "the fall of the learning rate or later"
                 )
+
+
+def recipe_variants(names: Iterable[str]) -> list[Variant]:
+    """The variants of some recipes: each is named after its recipe, or after the recipe's file."""
+    return [(Path(name).stem, {RECIPE: name}) for name in names]
+
+
+def take_arms(values: Mapping[str, Any], chosen: Sequence[str] = ()) -> tuple[dict[str, Any], list[Variant]]:
+    """Split off the table [arms]: the other values, and a variant for each arm.
+
+    If some are `chosen`, only these are left in the order of the file, and the first, the reference.
+    """
+    arms: list[Variant] = []
+    for name, table in values.get("arms", {}).items():
+        if not isinstance(table, Mapping) or not all(isinstance(t, Mapping) for t in table.values()):
+            raise UserError(
+                f"[arms] {name} = {table!r}: an arm has keys with their sections; write recipe.name = "
+                f"{name!r} below [arms.{name}]"
+            )
+        keys = {f"{section}.{key}": value for section, t in table.items() for key, value in t.items()}
+        arms.append((name, keys))
+    known = [name for name, _ in arms]
+    for name in chosen:
+        if name not in known:
+            raise unknown("arm", name, known)
+    arms = [(name, keys) for name, keys in arms if not chosen or name in (known[0], *chosen)]
+    return {section: table for section, table in values.items() if section != "arms"}, arms
+
+
+def parse_variant(text: str, short: Mapping[str, str]) -> Variant:
+    """Parse `--variant NAME:KEY=VALUE,KEY=VALUE`; a key is a `section.key`, or a name in `short`.
+
+    >>> parse_variant("hp:recipe=fp8,recipe.wgrad.x=bf16", {"recipe": "recipe.name"})
+    ('hp', {'recipe.name': 'fp8', 'recipe.wgrad.x': 'bf16'})
+    """
+    name, _, rest = text.partition(":")
+    keys: dict[str, str] = {}
+    for pair in _NEXT_KEY.split(rest) if rest else []:
+        key, equals, value = pair.partition("=")
+        key = short.get(key, key)
+        if not equals or "." not in key:
+            raise UserError(
+                f"--variant {text}: {pair!r} is not KEY=VALUE; write NAME:KEY=VALUE,KEY=VALUE with keys such "
+                "as recipe.wgrad.x or optimizer.lr"
+            )
+        if key in keys:
+            raise UserError(f"--variant {text}: {key} has two values; leave one of them out")
+        keys[key] = value
+    return name, keys
+
+
+def make_runs(values: Values, variants: Sequence[Variant], seeds: Seeds = None) -> list[ArmRun]:
+    """List the runs of a comparison in their order: all variants with the first seed, then with the next.
+
+    Without variants the shared values are the only one, named after their recipe. A number of seeds counts
+    from the seed of the configuration.
+    """
+    base = make_config(values)
+    base_seed = base.training.seed
+    seeds = 1 if seeds is None else seeds
+    chosen = tuple(range(base_seed, base_seed + seeds) if isinstance(seeds, int) else seeds)
+    if not chosen or len(set(chosen)) < len(chosen):
+        raise UserError(f"--seeds {seeds}: a seed makes one run of each variant; name each once")
+    variants = variants or [(Path(base.recipe.name).stem, {})]
+    count = len(variants) * len(chosen)
+    if count > MOST_RUNS:
+        raise UserError(f"this comparison has {count} runs, and one may have {MOST_RUNS}; make it smaller")
+    for name, keys in variants:
+        if not _NAME.fullmatch(name):
+            raise UserError(
+                f"--variant {name!r} names a directory; use letters, digits and any of _ . + - in it"
+            )
+        if SEED in keys:
+            raise UserError(f"variant {name!r} sets {SEED}; seeds are for all variants, by --seeds")
+    runs = []
+    for seed in chosen:
+        suffix = "" if seed == base_seed else f"-seed-{seed}"
+        for arm, keys in variants:
+            config = make_config(with_keys(values, {**keys, SEED: seed}))
+            runs.append(ArmRun.of(config, name=arm + suffix, arm=arm, seed=seed))
+    names = [run.name for run in runs]
+    if len(names) < 2:
+        raise UserError(
+            f"{names[0]!r} is one run, and a comparison needs at least two; name recipes, as in "
+            "--recipes bf16,fp8, or add --variant or --seeds"
+        )
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise UserError(
+            f"two runs would be called {min(twice)!r}, and each needs a separate directory; name a recipe "
+            "once, or give the runs names by --variant"
+        )
+    return runs
+
+
+def with_keys(values: Values, keys: Keys) -> dict[str, dict[str, Any]]:
+    """Nested values, overridden by flat keys."""
+    merged = {section: dict(table) for section, table in values.items()}
+    for key, value in keys.items():
+        section, _, name = key.partition(".")
+        merged.setdefault(section, {})[name] = value
+    return merged

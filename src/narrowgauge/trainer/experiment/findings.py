@@ -8,7 +8,7 @@ the same page.
 from collections.abc import Sequence
 
 from narrowgauge.trainer.experiment.power import power_text
-from narrowgauge.trainer.report.page.html import page as page_without_script
+from narrowgauge.trainer.report.page.html import page
 from narrowgauge.trainer.report.page.page import render_report
 from narrowgauge.trainer.report.page.rungs import rungs_section
 from narrowgauge.trainer.report.page.standing import Subject, read_begun, rows_of, standing
@@ -26,7 +26,7 @@ def page_of(one: Subject, states: Sequence[Run], is_live: bool = False, more: st
     sentences = sight(one, runs)
     section = standing({run.name: [run] for run in states}, sentences, one.is_compared)
     if not runs:
-        return page_without_script(one.name, section, is_live)
+        return page(title=one.name, content=section, reloads=is_live)
     rungs = by_rows(one)
     if planned and (rows := rows_of(one)):
         probe = read_stored(Probe, one.folder / "probe.json")

@@ -13,7 +13,7 @@ from narrowgauge.forecast import (
     scheme,
     scheme_names,
 )
-from narrowgauge.recipes import Recipe, RecipeLike, load_recipe, recipe_list, recipe_names
+from narrowgauge.recipes import Recipe, RecipeLike, recipe_list, recipe_names
 from narrowgauge.recipes import recipe as named_recipe
 from narrowgauge.system.errors import UserError
 from narrowgauge.system.units import parse_count
@@ -59,7 +59,11 @@ def predict(
         name, found = _named(one)
         if recipes.setdefault(name, found) != found:
             raise UserError(f"two recipes are named {name}; give each another name, as in name = 'mine'")
-    size = _size(params, model)
+    if (params is None) == (model is None):
+        raise UserError("predict needs one size: params, such as 1.9e9, or model, a name such as llama3-8b")
+    size = parse_count(str(params)) if model is None else float(count_block_weights(model_config(name=model)))
+    if not size:
+        raise UserError(f"params = {params}: predict needs the parameters without embeddings, such as 1.9e9")
     if not (length := parse_count(str(tokens))):
         raise UserError(f"tokens = {tokens}: predict needs the tokens of training, such as 38e9")
     points, of_runs = ([], {}) if runs is None else _points_of(runs)
@@ -76,26 +80,10 @@ def predict(
 
 def _named(one: RecipeLike) -> tuple[str, Recipe]:
     """The name of a recipe, and the recipe."""
-    if isinstance(one, Recipe | Mapping):
-        found = named_recipe(one)
-        return found.name, found
-    text = str(one)
-    if text.endswith(".toml"):
-        found = load_recipe(text)
-        return found.name, found
-    if text in scheme_names() and text not in recipe_names():
-        return text, scheme(text).recipe
-    return text, named_recipe(text)
-
-
-def _size(params: float | str | None, model: str | None) -> float:
-    if (params is None) == (model is None):
-        raise UserError("predict needs one size: params, such as 1.9e9, or model, a name such as llama3-8b")
-    if model is not None:
-        return float(count_block_weights(model_config(name=model)))
-    if not (found := parse_count(str(params))):
-        raise UserError(f"params = {params}: predict needs the parameters without embeddings, such as 1.9e9")
-    return found
+    if isinstance(one, str) and one in scheme_names() and one not in recipe_names():
+        return one, scheme(one).recipe
+    found = named_recipe(one)
+    return found.name, found
 
 
 def _points_of(runs: str | Path | Sequence[str | Path]) -> tuple[list[Observed], Mapping[str, Recipe]]:

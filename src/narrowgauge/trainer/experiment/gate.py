@@ -17,6 +17,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from narrowgauge.system.errors import UserError
 from narrowgauge.trainer.report.read.run import Run
@@ -75,33 +76,31 @@ def gate_results(runs: Sequence[Run], gate: Gate) -> list[GateResult]:
 
 
 def _judge(one: Verdict, reference: Verdict, gate: Gate) -> GateResult:
+    decided, judgement, gaps = partial(GateResult, one.name), one.judgement, list(one.gaps.values())
     for word, of in (("fail", one), ("open", reference)):
         for run in of.runs.values():
             if run.has_failed:
-                return GateResult(one.name, word, f"{run.name} failed: {run.reason}")
-    gaps, judgement = list(one.gaps.values()), one.judgement
+                return decided(word, f"{run.name} failed: {run.reason}")
     if judgement is None:
-        return GateResult(one.name, "open", f"no seed has losses at equal tokens with {reference.name}")
+        return decided("open", f"no seed has losses at equal tokens with {reference.name}")
     if not all(map(math.isfinite, gaps)):
         if all(map(math.isfinite, one.losses)):
-            return GateResult(one.name, "open", f"a loss of {reference.name} is not finite")
-        return GateResult(one.name, "fail", "a loss is not finite")
-    mean, half = judgement.mean, judgement.half_width
-    count = f"{len(gaps)} seed{'s' * (len(gaps) != 1)}"
-    text = f"gap {gate.show(mean)}, {count}"
+            return decided("open", f"a loss of {reference.name} is not finite")
+        return decided("fail", "a loss is not finite")
+    mean, half, interval = judgement.mean, judgement.half_width, ""
     if half is not None:
-        low = gate.show(mean - half).rpartition(" ")[0]
-        text = f"gap {gate.show(mean)} ({low} .. {gate.show(mean + half)}), {count}"
+        interval = f" ({gate.show(mean - half).rpartition(' ')[0]} .. {gate.show(mean + half)})"
+    text = f"gap {gate.show(mean)}{interval}, {len(gaps)} seed{'s' * (len(gaps) != 1)}"
     if min(gaps) > gate.limit:
-        return GateResult(one.name, "fail", f"{text}, above the gate for every seed")
+        return decided("fail", f"{text}, above the gate for every seed")
     if half is None:
-        return GateResult(one.name, "open", f"{text}: one seed has no interval; add --seeds 3")
+        return decided("open", f"{text}: one seed has no interval; add --seeds 3")
     if mean - half > gate.limit:
-        return GateResult(one.name, "fail", f"{text}, above the gate")
+        return decided("fail", f"{text}, above the gate")
     if mean + half <= gate.limit:
         gain = ", better by more than the gate: look for the cause" if mean + half < -gate.limit else ""
-        return GateResult(one.name, "pass", text + gain)
-    return GateResult(one.name, "open", f"{text}: {_seeds_needed(judgement, gate.limit)}")
+        return decided("pass", text + gain)
+    return decided("open", f"{text}: {_seeds_needed(judgement, gate.limit)}")
 
 
 def _seeds_needed(found: Judgement, limit: float) -> str:

@@ -30,7 +30,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from subprocess import DEVNULL, Popen
@@ -49,8 +49,7 @@ from narrowgauge.system.signals import COMPARED
 from narrowgauge.system.units import human_count
 from narrowgauge.trainer.checkpoint import steps
 from narrowgauge.trainer.distributed import RENDEZVOUS, world_from
-from narrowgauge.trainer.experiment.design import Experiment
-from narrowgauge.trainer.experiment.grid import ArmRun
+from narrowgauge.trainer.experiment.design import ArmRun, Experiment
 from narrowgauge.trainer.experiment.on_ray import command_on
 from narrowgauge.trainer.report.read.run import look_at, read_state
 from narrowgauge.trainer.report.verdict.verdict import DIVERGED, DONE, Row, read_rows
@@ -112,10 +111,8 @@ def remaining(experiment: Experiment, out: Path) -> list[ArmRun]:
 def _rows_before(experiment: Experiment) -> list[Row]:
     """The rows of the experiment that its file holds."""
     file = experiment.design.rows
-    if file is None or not file.exists():
-        return []
+    rows = read_rows(file) if file is not None and file.exists() else []
     tokens = {run.key: run.tokens for run in experiment.compared}
-    rows = read_rows(file)
     for row in rows:
         if (now := tokens.get(row.key, row.tokens)) != row.tokens:
             raise UserError(
@@ -128,38 +125,39 @@ def _rows_before(experiment: Experiment) -> list[Row]:
 def is_complete(experiment: Experiment, run: ArmRun, out: Path) -> bool:
     """Whether a run has ended, and in a measured experiment has both losses."""
     if experiment.is_measured and run.rung:
-        return _losses(out / run.name, run) is not None
+        return _row(run, out) is not None
     return state_of(out / run.name) != "open"
 
 
 def collect_rows(experiment: Experiment, out: Path) -> list[Row]:
     """The rows of the finished runs, by arm, seed and rung; rows already in its file stay there."""
     rows = {row.key: row for row in _rows_before(experiment)}
-    for run in experiment.compared:
-        if (losses := _losses(out / run.name, run)) is not None:
-            status = DIVERGED if math.isnan(losses[0]) else DONE
-            rows[run.key] = Row(*run.key, run.tokens, *losses, status)
+    rows |= {run.key: row for run in experiment.compared if (row := _row(run, out)) is not None}
     order = {arm: number for number, arm in enumerate(experiment.arms)}
     return sorted(rows.values(), key=lambda row: (order.get(row.arm, len(order)), *row.key))
 
 
-def _losses(directory: Path, run: ArmRun) -> tuple[float, float] | None:
-    """Both losses of a run from its evaluation.json, NaN if it diverged; None if it is not finished.
+def _row(run: ArmRun, out: Path) -> Row | None:
+    """The row of a run, with both losses from its evaluation.json unless it diverged; None if not finished.
 
     Losses that a user measured differently, on other text or another number of batches, do not count.
     """
-    if (state := state_of(directory)) != "done":
-        return (math.nan, math.nan) if state == "diverged" else None
-    wanted = {"data": None, "batches": run.config.validation.batches}
-    wanted["sequence_length"] = run.config.data.sequence_length
-    try:
-        found = json.loads((directory / EVALUATION).read_text(encoding="utf-8"))
-        if any(found.get(key, value) != value for key, value in wanted.items()) or found["step"] != run.steps:
+    own, bf16, state = math.nan, math.nan, state_of(out / run.name)
+    if state == "done":
+        wanted = {"data": None, "batches": run.config.validation.batches}
+        wanted["sequence_length"] = run.config.data.sequence_length
+        try:
+            found = json.loads((out / run.name / EVALUATION).read_text(encoding="utf-8"))
+            is_other = any(found.get(key, value) != value for key, value in wanted.items())
+            state = "open" if is_other or found["step"] != run.steps else "done"
+            own, bf16 = (math.nan if found[key] is None else float(found[key]) for key in ("own", FORWARD))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
-        own, other = (math.nan if found[key] is None else float(found[key]) for key in ("own", FORWARD))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    if state == "open":
         return None
-    return (own, other) if math.isfinite(own) and math.isfinite(other) else (math.nan, math.nan)
+    if math.isfinite(own) and math.isfinite(bf16):
+        return Row(*run.key, run.tokens, own, bf16, DONE)
+    return Row(*run.key, run.tokens, math.nan, math.nan, DIVERGED)
 
 
 def next_job(
@@ -207,31 +205,20 @@ def remove_checkpoints(experiment: Experiment, runs: Sequence[ArmRun], out: Path
                     shutil.rmtree(out / run.name / "checkpoints" / f"step-{step}")
 
 
-class ProgressLine(ExitStack):
+class ProgressLine:
     """Prints a line for each finished run; shows running jobs on a terminal, elsewhere every 30 s."""
 
-    def __init__(
-        self,
-        console: Console,
-        left_tokens: int,
-        runs: int,
-        done: int,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, console: Console, left_tokens: int, runs: int, done: int) -> None:
         """Show an experiment: `done` of `runs` runs are finished, and `left_tokens` remain to be trained."""
-        super().__init__()
         self.console, self.left, self.runs, self.done = console, left_tokens, runs, done
         self.trained = 0  # tokens of finished runs since the start
-        self.clock = clock
-        self.started = self.shown = clock()
-        self._live = Live(console=console, auto_refresh=False, transient=True)
-        if console.is_terminal:
-            self.enter_context(self._live)
+        self.started = self.shown = time.monotonic()
+        self.live = Live(console=console, auto_refresh=False, transient=True)
 
     def show(self, jobs: Sequence[Job], ended: Job | None) -> None:
         """Show the running jobs; `ended` has just succeeded."""
         self.trained += ended.tokens if ended else 0
-        result, now = ended.name if ended and ended.is_last else "", self.clock()
+        result, now = ended.name if ended and ended.is_last else "", time.monotonic()
         self.done += bool(result)
         if not result and now - self.shown <= (_EVERY_S if self.console.is_terminal else _LINE_EVERY_S):
             return
@@ -245,7 +232,7 @@ class ProgressLine(ExitStack):
             text += f", {minutes // 60}:{minutes % 60:02} h at this pace"
         at_work = f"{self.done}/{self.runs}  {text}; {', '.join(words for words, _ in states)}"
         if self.console.is_terminal:
-            self._live.update(Text(at_work), refresh=True)
+            self.live.update(Text(at_work), refresh=True)
         if result or not self.console.is_terminal:
             line = f"{self.done}/{self.runs}  {result}  {text}" if result else at_work
             self.console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -264,7 +251,6 @@ def _state(job: Job) -> tuple[str, float]:
     return words, job.tokens * run.step / run.planned_steps
 
 
-Running = dict[int, tuple[Job, Popen[bytes]]]  # by slot
 NextJob = Callable[[Container[tuple[str, bool]]], Job | None]
 
 
@@ -285,6 +271,7 @@ class Engine:
     cluster: tuple[str, int] | None = None  # the address of one of Ray that runs them, and the cores of each
     has_logs: bool = True  # whether a process writes to `OUT/NAME.log` instead of the terminal
     stop: int = 0  # the first signal that asked to stop, or SIGTERM after a run without a result
+    running: dict[int, tuple[Job, Popen[bytes]]] = field(default_factory=dict)  # by slot
     begun: set[tuple[str, bool]] = field(default_factory=set)  # the keys of the jobs that have started
     failed: dict[str, int] = field(default_factory=dict)  # the failed jobs, with their exit codes
     lost: dict[str, int] = field(default_factory=dict)  # without a result: killed, stopped, or never started
@@ -295,24 +282,23 @@ class Engine:
         A run that fails by itself leaves the others alone, except those that wait for it. If one left no
         result, or a signal stopped the experiment, it raises ComparisonFailed.
         """
-        running: Running = {}
-        with Programs() as programs, programs.forwarding(self._note_signal):
-            while self._fill(running, next_job, programs) or running:
-                time.sleep(_POLL_S if running else _WAIT_S)
-                self._collect(running)
+        with Programs() as programs, programs.forwarding(self._ask_to_stop):
+            while self._fill(next_job, programs) or self.running:
+                time.sleep(_POLL_S if self.running else _WAIT_S)
+                self._collect()
         for name, code in self.lost.items():
             raise ComparisonFailed(name, code)
         if self.stop and (job := next_job(self.begun)) is not None:  # the finished jobs all succeeded
             raise ComparisonFailed(job.name, EXIT_PREEMPTED)
         return list(self.failed)
 
-    def _fill(self, running: Running, next_job: NextJob, programs: Programs) -> bool:
+    def _fill(self, next_job: NextJob, programs: Programs) -> bool:
         """Start a job in every free slot while there are any; returns whether other engines hold some."""
         held: set[tuple[str, bool]] = set()
-        for slot in (slot for slot in range(self.slots) if slot not in running and not self.stop):
+        for slot in (slot for slot in range(self.slots) if slot not in self.running and not self.stop):
             while job := next_job(self.begun | held):
                 if (process := self._start(slot, job, programs)) is not None:
-                    running[slot] = job, process
+                    self.running[slot] = job, process
                     break
                 held.add(job.key)  # the other engine may end before its run does
         return bool(held)
@@ -320,8 +306,9 @@ class Engine:
     def _start(self, slot: int, job: Job, programs: Programs) -> Popen[bytes] | None:
         """Start a job; None if another engine holds its run."""
         environment = {**os.environ, COMPARED: "1", RENDEZVOUS: job.name, **self.environment}
-        if self.slots > 1:
-            environment |= _gpu(slot)
+        if self.slots > 1 and (count := torch.cuda.device_count()):  # one of the GPUs that this process has
+            visible = [*filter(None, os.environ.get(_GPUS, "").split(","))] or list(map(str, range(count)))
+            environment[_GPUS] = visible[slot % count]
         options: dict[str, Any] = {}
         file = job.directory.with_name(f"{job.name}.log")
         command = command_on(*self.cluster, file, job.command) if self.cluster else job.command
@@ -336,16 +323,19 @@ class Engine:
             self.begun.add(job.key)
             return programs.start(command, environment, **options)
 
-    def _collect(self, running: Running) -> None:
+    def _collect(self) -> None:
         """Record the processes that have ended."""
-        for slot, (job, process) in sorted(running.items()):
+        for slot, (job, process) in sorted(self.running.items()):
             if (code := process.poll()) is None:
                 continue
-            del running[slot]
+            del self.running[slot]
             if code:
                 self._note_failure(job, code)
-            self.show([job for job, _ in running.values()], None if code else job)
-        self.show([job for job, _ in running.values()], None)
+            self._show(None if code else job)
+        self._show(None)
+
+    def _show(self, ended: Job | None) -> None:
+        self.show([job for job, _ in self.running.values()], ended)
 
     def _note_failure(self, job: Job, code: int) -> None:
         if code == -self.stop:  # asked to stop before it could answer
@@ -354,9 +344,9 @@ class Engine:
         has_failed = read_state(job.directory)[0] in ("failed", "diverged")
         if code == EXIT_PREEMPTED or code < 0 or (job.tokens and not has_failed):
             self.lost[job.name] = code
-            self.stop = self.stop or signal.SIGTERM
+            self._ask_to_stop(signal.SIGTERM)
 
-    def _note_signal(self, number: int) -> None:
+    def _ask_to_stop(self, number: int) -> None:
         self.stop = self.stop or number
 
 
@@ -365,11 +355,3 @@ def environment_of(threads: int, products: str = "", attention: str = "") -> dic
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")
     cores = dict.fromkeys(names, str(threads)) if threads else {}
     return cores | {k: v for k, v in ((PRODUCTS, products), (ATTENTION, attention)) if v}
-
-
-def _gpu(slot: int) -> Mapping[str, str]:
-    """A GPU for each slot, out of those available to this process; {} on a machine without one."""
-    if not (count := torch.cuda.device_count()):
-        return {}
-    visible = os.environ.get(_GPUS, "").split(",") if os.environ.get(_GPUS) else list(map(str, range(count)))
-    return {_GPUS: visible[slot % count]}

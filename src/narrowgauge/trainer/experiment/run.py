@@ -29,10 +29,9 @@ from narrowgauge.system.units import human_count, human_duration
 from narrowgauge.trainer.analysis import open_probed, probe, probe_json
 from narrowgauge.trainer.bench.worker import own_step, random_batches
 from narrowgauge.trainer.data import open_data
-from narrowgauge.trainer.experiment.design import Experiment
+from narrowgauge.trainer.experiment.design import ArmRun, Experiment
 from narrowgauge.trainer.experiment.findings import judged, page_of, sight
 from narrowgauge.trainer.experiment.gate import Gate, GateResult, gate_results
-from narrowgauge.trainer.experiment.grid import ArmRun
 from narrowgauge.trainer.experiment.jobs import (
     Engine,
     Job,
@@ -168,10 +167,7 @@ def run_experiment(
     Returns:
         The runs at the highest rung, the gate's decisions, and whether a run failed or did not pass.
     """
-    experiment = _ready(experiment, out).model_copy(update={"command": command})
-    one = compared(out, experiment)
-    for sentence in sight(one, read_begun(one.paths)):
-        console.print(sentence, style="dim", markup=False, highlight=False, soft_wrap=True)
+    experiment = _ready(experiment, out, console, "dim").model_copy(update={"command": command})
     failed = _train(experiment, out, console, rank)
     one = compared(out, experiment)
     runs = read_begun(one.paths)
@@ -207,10 +203,7 @@ def run_experiment(
 
 def print_plan(experiment: Experiment, out: Path, console: Console) -> None:
     """Print which gap the experiment will detect and which runs, tokens and hours remain; do not train."""
-    experiment = _ready(experiment, out)
-    one = compared(out, experiment)
-    for sentence in sight(one, read_begun(one.paths)):
-        _say(console, sentence)
+    experiment = _ready(experiment, out, console)
     speeds, total, seconds = arm_speeds(experiment, out, console), 0, 0.0
     for arm in experiment.arms:
         runs = [run for run in experiment.compared if run.arm == arm]
@@ -231,11 +224,14 @@ def print_plan(experiment: Experiment, out: Path, console: Console) -> None:
     )
 
 
-def _ready(experiment: Experiment, out: Path) -> Experiment:
-    """The experiment with equal threads, whose runs in `out`, if any, are of the same values."""
+def _ready(experiment: Experiment, out: Path, console: Console, style: str = "") -> Experiment:
+    """Print what the experiment will detect; returns it with equal threads, its runs in `out` unchanged."""
     experiment = with_equal_threads(experiment, out)
     for run in experiment.runs:
         require_same(run, out)
+    one = compared(out, experiment)
+    for sentence in sight(one, read_begun(one.paths)):
+        _say(console, sentence, style)
     return experiment
 
 
@@ -259,7 +255,9 @@ def _train(experiment: Experiment, out: Path, console: Console, rank: int) -> li
             write_whole(out / COMPARISON, experiment.model_dump_json(indent=1) + "\n")
             _say_done(experiment, waiting, out, console)
         done = total - sum(bool(run.rung) for run in left)
-        table = stack.enter_context(ProgressLine(console, tokens, total, done))
+        table = ProgressLine(console, tokens, total, done)
+        if console.is_terminal:
+            stack.enter_context(table.live)
 
         def write(is_page_due: bool = True) -> None:
             if experiment.is_measured:
@@ -343,5 +341,5 @@ def _last_line(log: Path) -> str:
     return next((line.strip() for line in reversed(lines) if line.strip()), "its log is empty")
 
 
-def _say(console: Console, text: str) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+def _say(console: Console, text: str, style: str = "") -> None:
+    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)

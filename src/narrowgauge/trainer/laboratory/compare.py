@@ -13,7 +13,7 @@ from narrowgauge.recipes import RecipeLike, recipe, recipe_list
 from narrowgauge.system.errors import UserError, checked
 from narrowgauge.system.result import Result, Row
 from narrowgauge.trainer import distributed, report  # each name is imported when it is used
-from narrowgauge.trainer.experiment.grid import RECIPE, Variant, parse_variant
+from narrowgauge.trainer.experiment.design import RECIPE, Variant, parse_variant
 from narrowgauge.trainer.laboratory import arguments as given
 from narrowgauge.trainer.laboratory.arguments import Form, Section, recipe_name, values_of
 from narrowgauge.trainer.laboratory.chart import curves

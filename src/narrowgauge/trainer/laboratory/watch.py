@@ -18,7 +18,7 @@ from narrowgauge.system.errors import UserError
 from narrowgauge.system.files import make_directory
 from narrowgauge.system.signals import without_launcher
 from narrowgauge.trainer.experiment.findings import page_of
-from narrowgauge.trainer.report.page.html import page as page_without_script
+from narrowgauge.trainer.report.page.html import page as html_page
 from narrowgauge.trainer.report.page.page import write_page
 from narrowgauge.trainer.report.page.standing import runs_of, standing, subjects
 from narrowgauge.trainer.report.read.run import ENDED
@@ -63,7 +63,7 @@ def write_pages(paths: Sequence[Path], page: Path, is_live: bool = False) -> boo
     if found:
         links = {one.name: _link(one.folder, page.parent) for one in found}
         section = standing({one.name: runs for one, runs in zip(found, states, strict=True)}, links=links)
-        write_page(page_without_script(paths[0].resolve().name, section, is_live), page)
+        write_page(html_page(title=paths[0].resolve().name, content=section, reloads=is_live), page)
     return True
 
 

@@ -11,7 +11,7 @@ from narrowgauge.trainer import data  # each name is imported when it is used
 from narrowgauge.trainer.cli.line import parser_of, read_line
 from narrowgauge.trainer.cluster.launch.job_script import MARK, Job, emulation_note, job_script, queued
 from narrowgauge.trainer.cluster.launch.site import Site, load_site, site_names
-from narrowgauge.trainer.experiment.grid import recipe_variants
+from narrowgauge.trainer.experiment.design import recipe_variants
 from narrowgauge.trainer.laboratory.arguments import Form, Line, config_values
 
 if TYPE_CHECKING:

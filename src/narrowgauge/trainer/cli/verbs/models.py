@@ -189,7 +189,7 @@ def served(
     if page is not None:
         title = f"Server and trainer: {found.verdict}"
         text = Markup("<h1>{}</h1><pre>{}</pre>").format(title, found.table())
-        write_whole(page, html_page(title, text))
+        write_whole(page, html_page(title=title, content=text))
     print(dumps(found.as_json(), indent=1) if json else found.table())
     return 0 if found.verdict == serving.EQUAL else 1
 

@@ -27,7 +27,7 @@ from narrowgauge.trainer.cluster.launch.site import site_names
 from narrowgauge.trainer.cluster.plan.budget import Price
 from narrowgauge.trainer.cluster.plan.cluster_spec import Cluster, cluster_name, cluster_names, load_cluster
 from narrowgauge.trainer.cluster.plan.plan import expected_time, make_plan, room_of
-from narrowgauge.trainer.experiment.grid import with_keys
+from narrowgauge.trainer.experiment.design import with_keys
 from narrowgauge.trainer.laboratory.advise.result import Advice, Answer
 from narrowgauge.trainer.laboratory.arguments import Progress, Values
 from narrowgauge.trainer.models import count_block_weights, model_config

@@ -57,24 +57,19 @@ def reason_of(event: Event) -> str:
 
 
 def events(runs: Sequence[Run]) -> Table:
-    """The events, with saves counted in one row."""
-    rows = [row for run in runs for row in _rows(run, max(4, ROWS // len(runs)))]
+    """The events, thinned evenly, with the saves of each run counted in one row."""
+    rows: list[tuple[str, str, str, str]] = []
+    for run in runs:
+        told = [event for event in run.events if event["event"] not in (*SILENT, "save")]
+        shown = thin(told, max(4, ROWS // len(runs)))
+        for event in shown:
+            reason = Cell(reason_of(event)[:300], "reason")
+            rows.append((run.name, f"{event['step']:,}", event_name(event), reason))
+        if left_out := len(told) - len(shown):
+            rows.append((run.name, "", f"{left_out:,} more", "in metrics.jsonl"))
+        if saves := run.count("save"):
+            rows.append((run.name, "", f"{saves:,} save{'s' * (saves != 1)}", ""))
     return Table("Events", ("run", "step", "event", "reason"), rows, ("event", "reason"))
-
-
-def _rows(run: Run, most: int) -> list[tuple[str, str, str, str]]:
-    """(run, step, event, reason) of the events of a run, thinned evenly."""
-    all_events = [event for event in run.events if event["event"] not in (*SILENT, "save")]
-    shown = thin(all_events, most)
-    rows: list[tuple[str, str, str, str]] = [
-        (run.name, f"{event['step']:,}", event_name(event), Cell(reason_of(event)[:300], "reason"))
-        for event in shown
-    ]
-    if left_out := len(all_events) - len(shown):
-        rows.append((run.name, "", f"{left_out:,} more", "in metrics.jsonl"))
-    if saves := run.count("save"):
-        rows.append((run.name, "", f"{saves:,} save{'s' * (saves != 1)}", ""))
-    return rows
 
 
 def thin(items: Sequence[T], limit: int) -> list[T]:

@@ -47,27 +47,22 @@ def part(name: str, *values: object) -> Markup:
     return Markup(macro(*values))
 
 
-def page(title: str, content: Markup, reloads: bool = False) -> str:
-    """A page of parts alone, without a script; one that reloads is loaded again every few seconds."""
-    return _page("base", "", title=title, content=content, reloads=reloads)
+def page(template: str = "base", javascript: str = "", **values: object) -> str:
+    """A page in ASCII: of parts alone (`title`, `content`), or of a template with a script.
 
-
-def page_with_script(template: str, javascript: str, **values: object) -> str:
-    """A page of a template with a script."""
+    One that `reloads` is loaded again every few seconds.
+    """
     digest = base64.b64encode(hashlib.sha256(javascript.encode()).digest()).decode()
-    return _page(template, f"; script-src 'sha256-{digest}'", javascript=Markup(javascript), **values)
+    policy = f"; script-src 'sha256-{digest}'" if javascript else ""
+    values = {"reloads": False, "javascript": Markup(javascript)} | values
+    values |= {"style": Markup(web_file("page.css")), "policy": Markup(policy)}
+    html = _templates().get_template(f"{template}.html.jinja").render(values)
+    return html.encode("ascii", "xmlcharrefreplace").decode()
 
 
 def web_file(name: str) -> str:
     """The text of a script or style sheet."""
     return resources.files("narrowgauge.trainer.report.page").joinpath("web", name).read_text("ascii").strip()
-
-
-def _page(template: str, policy: str, **values: object) -> str:
-    """The page in ASCII."""
-    values |= {"style": Markup(web_file("page.css")), "policy": Markup(policy)}
-    html = _templates().get_template(f"{template}.html.jinja").render(values)
-    return html.encode("ascii", "xmlcharrefreplace").decode()
 
 
 @cache

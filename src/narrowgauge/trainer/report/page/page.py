@@ -1,7 +1,7 @@
 """One self-contained HTML page for one run or several.
 
 The page needs no network and no server. Its text is filled into the template `page.html.jinja` (`html`);
-`curves` and `gauges` give data that the page's script draws, as JSON that cannot close its script element.
+`curves` and `measured` give data that the page's script draws, as JSON that cannot close its script element.
 """
 
 import json
@@ -17,9 +17,16 @@ from narrowgauge.system.errors import UserError
 from narrowgauge.system.files import make_directory, write_whole
 from narrowgauge.system.units import human_duration
 from narrowgauge.trainer.report.page.curves import events, page_data
-from narrowgauge.trainer.report.page.gauges import gauges, heat_data, no_gauges
-from narrowgauge.trainer.report.page.html import Table, page_with_script, part, text_of, web_file
-from narrowgauge.trainer.report.page.measured import analysis, audit, memory, step_time
+from narrowgauge.trainer.report.page.html import Table, page, part, text_of, web_file
+from narrowgauge.trainer.report.page.measured import (
+    analysis,
+    audit,
+    gauges,
+    heat_data,
+    memory,
+    no_gauges,
+    step_time,
+)
 from narrowgauge.trainer.report.page.reproduce import script
 from narrowgauge.trainer.report.page.standing import standing
 from narrowgauge.trainer.report.read.records import flatten
@@ -37,17 +44,16 @@ from narrowgauge.trainer.report.verdict.expected import Expectation
 from narrowgauge.trainer.report.verdict.verdict import Verdict, verdicts, with_runs
 
 _LISTED = 3  # hosts, devices or versions
-# in the order of their dependencies
 SCRIPTS = (
-    "marks.js",
-    "save.js",
-    "draw.js",
-    "chart.js",
-    "page.js",
-    "histogram.js",
-    "difference.js",
-    "heat.js",
-)
+    "marks",
+    "save",
+    "draw",
+    "chart",
+    "page",
+    "histogram",
+    "difference",
+    "heat",
+)  # each before its users
 
 
 def write_report(runs: Sequence[Path | str], out: Path | str, more: str = "") -> Path:
@@ -97,12 +103,17 @@ def render_report(
     """
     found = with_runs(rungs, verdicts(runs))
     failed = min(MOST, sum(run.has_failed for run in runs))  # sentences
-    return page_with_script(
+    scripts = [*SCRIPTS, "live"] if is_live else SCRIPTS
+    data = json.dumps(
+        page_data(runs, found) | {"gauges": heat_data(runs)}, separators=(",", ":"), allow_nan=False
+    )
+    for character in "<>&":  # inert: without them it can neither close nor open an element
+        data = data.replace(character, f"\\u{ord(character):04x}")
+    return page(
         "page",
-        "\n".join(map(web_file, SCRIPTS + (("live.js",) if is_live else ()))),
+        "\n".join(web_file(f"{name}.js") for name in scripts),
         written=f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}" if is_live else "",
-        reloads=False,
-        data=_json_in_html({**page_data(runs, found), "gauges": heat_data(runs)}),
+        data=Markup(data),
         runs=runs,
         title=_title(runs, found),
         lead=[(text.replace(" %", "\u00a0%"), at < failed) for at, text in enumerate(summary(runs, found))],
@@ -127,12 +138,6 @@ def render_report(
     )
 
 
-def _json_in_html(value: object) -> Markup:
-    """JSON that is inert inside a script element: without `<` it can neither close nor open one."""
-    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
-    return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
-
-
 def _title(runs: Sequence[Run], found: Sequence[Verdict]) -> str:
     """The heading."""
     if len(runs) == 1:
@@ -145,35 +150,30 @@ def _title(runs: Sequence[Run], found: Sequence[Verdict]) -> str:
     )
 
 
-def _origin(runs: Sequence[Run], command: str = "") -> dict[str, str]:
+def _origin(runs: Sequence[Run], command: str) -> dict[str, str]:
     """When, how long, where, with which version and command line the runs were trained, by name.
 
     Start and resume events record these. What an older run did not record is left out. `command` is the
     command line of a comparison that made the page.
     """
-    seconds = sum(run.seconds for run in runs)
-    wide = {
-        run.recipe: lines for run in runs if (lines := run.facts.get("placement"))
-    }  # its layers, in words
-    facts = {
-        "date": _dates(runs),
-        "duration": f"{human_duration(seconds)} in training steps" if seconds else "",
-        "host": _listed(runs, {"host": "", "device": ""}),
-        "recipe": ". ".join(f"{name}: {'; '.join(map(str, lines))}" for name, lines in wide.items()),
-        "version": _listed(runs, {"version": "narrowgauge ", "torch": "torch "}),
-        "command": command or (str(runs[0].facts.get("command") or "") if len(runs) == 1 else ""),
-    }
-    return {name: text for name, text in facts.items() if text}
-
-
-def _dates(runs: Sequence[Run]) -> str:
-    """When the first run began and the last one ended."""
+    facts, seconds = [run.facts for run in runs], sum(run.seconds for run in runs)
     begun = [times[0] for run in runs if (times := _times(run, "start"))]
     ended = [times[-1] for run in runs if (times := _times(run, "done", "stop"))]
-    if not begun:
-        return ""
     until = f" to {max(ended):%Y-%m-%d %H:%M}" if len(ended) == len(runs) else ""
-    return f"{min(begun):%Y-%m-%d %H:%M}{until} UTC"
+    wide = {
+        run.recipe: "; ".join(map(str, of["placement"]))
+        for run, of in zip(runs, facts, strict=True)
+        if of.get("placement")
+    }
+    found = {
+        "date": f"{min(begun):%Y-%m-%d %H:%M}{until} UTC" if begun else "",
+        "duration": f"{human_duration(seconds)} in training steps" if seconds else "",
+        "host": _listed(facts, host="", device=""),
+        "recipe": ". ".join(f"{name}: {layers}" for name, layers in wide.items()),
+        "version": _listed(facts, version="narrowgauge ", torch="torch "),
+        "command": command or (str(facts[0].get("command") or "") if len(runs) == 1 else ""),
+    }
+    return {name: text for name, text in found.items() if text}
 
 
 def _times(run: Run, *names: str) -> list[datetime]:
@@ -186,12 +186,9 @@ def _times(run: Run, *names: str) -> list[datetime]:
     return found
 
 
-def _listed(runs: Sequence[Run], words: Mapping[str, str]) -> str:
+def _listed(facts: Sequence[Mapping[str, Any]], **words: str) -> str:
     """The values of some facts over all runs, each once, after a word."""
-    found = (
-        ", ".join(f"{word}{run.facts[key]}" for key, word in words.items() if run.facts.get(key))
-        for run in runs
-    )
+    found = [", ".join(f"{word}{of[key]}" for key, word in words.items() if of.get(key)) for of in facts]
     texts = list(dict.fromkeys(filter(None, found)))
     more = f" and {len(texts) - _LISTED} more" if len(texts) > _LISTED else ""
     return "; ".join(texts[:_LISTED]) + more
@@ -201,11 +198,10 @@ def _all_runs(runs: Sequence[Run], found: Sequence[Verdict]) -> Table:
     """The table of all runs; each variant has its line of the charts before its name."""
     shown = table_rows(runs, found)
     key = Markup('<span class="key" data-look="{}"></span>{}')
-    rows = [
-        [name if kind_of(row) == SEED else key.format(kind_of(row), name), *cells]
-        for row in shown
-        for name, *cells in [row.values()]
-    ]
+    rows = [list(row.values()) for row in shown]
+    for row, cells in zip(shown, rows, strict=True):
+        if (kind := kind_of(row)) != SEED:
+            cells[0] = key.format(kind, cells[0])
     return Table("All runs", list(shown[0]), rows, TEXT_COLUMNS)
 
 
@@ -213,47 +209,48 @@ def _settings(run: Run) -> dict[str, Any]:
     """The configuration and the recorded facts in small tables, the recipe, and the keys set over it."""
     loose = {key: value for key, value in run.config.items() if not isinstance(value, Mapping)}
     sections = {key: value for key, value in run.config.items() if isinstance(value, Mapping)}
-    counts = {"saves": run.count("save"), "resumes": run.count("resume"), "skipped steps": run.count("skip")}
-    facts = {key.replace("_", " "): value for key, value in run.facts.items()} | counts
+    facts = {key.replace("_", " "): value for key, value in run.facts.items()}
+    facts |= {"saves": run.count("save"), "resumes": run.count("resume"), "skipped steps": run.count("skip")}
     facts |= {"status": run.status, "reason": run.reason}
     facts = {key: value for key, value in facts.items() if value not in (None, "")}
     named = [("", loose), *sections.items(), ("as it ran", facts)]
-    recipe = _setting_texts(sections.get("recipe", {}))
+    over = {
+        key: text
+        for key, text in _texts(sections.get("recipe", {})).items()
+        if key not in ("name", "backend")
+    }
     return {
         "name": run.name,
         "has_config": bool(run.config),
-        "cards": [(name, _setting_texts(values)) for name, values in named if values],
+        "cards": [(name, _texts(values)) for name, values in named if values],
         "recipe": run.recipe_text,
-        "over": ", ".join(f"{k} = {text}" for k, text in recipe.items() if k not in ("name", "backend")),
+        "over": ", ".join(f"{key} = {text}" for key, text in over.items()),
     }
 
 
 def _differences(runs: Sequence[Run]) -> Table:
     """The settings that differ between the runs."""
-    flat = [_setting_texts(run.config) for run in runs]
-    keys = list(dict.fromkeys(key for config in flat for key in config))
-    differing = [key for key in keys if len({config.get(key) for config in flat}) > 1]
-    rows = [[key, *(config.get(key, "not set") for config in flat)] for key in differing]
+    flat = [_texts(run.config) for run in runs]
+    keys = dict.fromkeys(key for config in flat for key in config)
+    rows = [[key, *(config.get(key, "not set") for config in flat)] for key in keys]
+    rows = [row for row in rows if len(set(row[1:])) > 1]
     return Table("Differing settings", ["setting", *(run.name for run in runs)], rows, None, is_code=True)
 
 
-def _setting_texts(values: Mapping[str, Any]) -> dict[str, str]:
+def _texts(values: Mapping[str, Any]) -> dict[str, str]:
     """Nested settings as dotted keys and printable values."""
     return {key: text_of(value) for key, value in flatten(values).items()}
 
 
 def expected_section(found: Sequence[Expectation]) -> Markup:
     """The section that compares measured gaps with their forecasts; empty for nothing."""
-    if not found:
-        return Markup()
     rows = []
     for one in found:
-        interval = one.forecast.gap_percent
-        shown = ("-", "-", "-")
+        interval, shown = one.forecast.gap_percent, ["-"] * 3
         if interval is not None and one.probability is not None:
             ends = f"{interval.low:+.2f} to {interval.high:+.2f}"
-            shown = (f"{interval.mean:+.2f} %", ends, f"{one.probability:.0%}")
+            shown = [f"{interval.mean:+.2f} %", ends, f"{one.probability:.0%}"]
         rows.append([one.name, f"{one.gap:+.2f} %", *shown, one.word])
     head = ("run", "gap", "forecast", "90 %", "probability", "verdict")
     sentences = [one.text for one in found if one.word != "inside"]
-    return part("expected", Table("Expected", head, rows, ("verdict",)), sentences)
+    return part("expected", Table("Expected", head, rows, ("verdict",)), sentences) if found else Markup()

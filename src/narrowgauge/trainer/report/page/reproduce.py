@@ -49,8 +49,12 @@ def _of_run(run: Run, name: str) -> list[str]:
         if event["event"] in _NOT_FROM_SCRATCH and event.get("reason")
     ]
     if run.recipe_text and recipe.get("name") not in recipe_names():
-        recipe["name"] = f"{FOLDER}/{name}.recipe.toml"
-        lines += _recipe(run, recipe["name"])
+        recipe["name"] = path = f"{FOLDER}/{name}.recipe.toml"
+        if len(run.recipe_text) <= MOST_TEXT:  # as it was when the run began: the guard raises it again
+            lines += _file(path, run.recipe_text.partition(RAISED)[0])
+        else:  # it was cut
+            missing = f"copy recipe.toml of the run {run.name} to {path}: it is too long for a page"
+            lines += [f"test -f {shlex.quote(path)} || {{ echo {shlex.quote(missing)} >&2; exit 1; }}"]
     if not training.get("threads") and isinstance(run.facts.get("threads"), int):
         training["threads"] = run.facts["threads"]  # the last digits on a CPU depend on them
     lines += _file(f"{FOLDER}/{name}.toml", toml_tables(config))
@@ -61,14 +65,6 @@ def _of_run(run: Run, name: str) -> list[str]:
         program = f"torchrun --standalone --nproc-per-node {processes} -m narrowgauge"
     before = f"{PRODUCTS}={shlex.quote(str(products))} " if products else ""
     return [*lines, f"{before}{program} train {toml} --out {out}"]
-
-
-def _recipe(run: Run, path: str) -> list[str]:
-    """Write the recipe as it was when the run began; the guard raises again what it has raised."""
-    if len(run.recipe_text) <= MOST_TEXT:  # a longer one was cut
-        return _file(path, run.recipe_text.partition(RAISED)[0])
-    missing = f"copy recipe.toml of the run {run.name} to {path}: it is too long for a page"
-    return [f"test -f {shlex.quote(path)} || {{ echo {shlex.quote(missing)} >&2; exit 1; }}"]
 
 
 def _file(path: str, text: str) -> list[str]:

@@ -76,19 +76,16 @@ def subjects(paths: Sequence[Path]) -> tuple[list[Subject], bool]:
     if others:
         begun = tuple(filter(is_run, paths))
         return ([Subject(f"{len(paths)} runs", first, begun)] if is_run(first) else []), True
-    found = [_subject(path, first) for path in folders(first, lambda path: is_run(path) or bool(_plan(path)))]
+    found = []
+    for folder in folders(first, lambda path: is_run(path) or _plan(path) is not None):
+        name = folder.resolve().name if folder == first else folder.relative_to(first).as_posix()
+        planned = None if is_run(folder) else _plan(folder)
+        found.append(compared(folder, planned, name) if planned else Subject(name, folder, (folder,)))
     return found, [one.folder for one in found] == [first]
 
 
 def _plan(folder: Path) -> PlannedComparison | None:
     return read_stored(PlannedComparison, folder / COMPARISON)
-
-
-def _subject(folder: Path, root: Path) -> Subject:
-    name = folder.resolve().name if folder == root else folder.relative_to(root).as_posix()
-    if is_run(folder) or (planned := _plan(folder)) is None:
-        return Subject(name, folder, (folder,))
-    return compared(folder, planned, name)
 
 
 def compared(folder: Path, planned: PlannedComparison, name: str = "") -> Subject:
@@ -154,11 +151,21 @@ def standing(
     """
     if not rows:
         return Markup()
-    states = [_state(runs) for runs in rows.values()]
-    told = [_count(states, time_left([run for runs in rows.values() for run in runs])), *sentences]
+    states, guard = [_state(runs) for runs in rows.values()], []
+    counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
+    text = f"{len(states)} runs: {counts}."
+    if len(states) == 1:
+        text = f"The run {_STATES.get(states[0], (f'is {states[0]}',))[0]}."
+    if (left := time_left([run for runs in rows.values() for run in runs])) is not None:
+        text += f" About {human_duration(left)} left at the pace of the last steps."
+    told = [text, *sentences]
     told += [_INTERIM] if is_compared and any(state not in ENDED for state in states) else []
+    for name, runs in rows.items():
+        if events := [event for run in runs for event in run.guarded]:
+            reason = f", {reason[:300]}" if (reason := reason_of(events[-1])) else ""
+            many = f" ({len(events)} events of the guard)" if len(events) > 1 else ""
+            guard.append(f"{name}: {event_name(events[-1])} at step {events[-1]['step']:,}{reason}{many}")
     cells = [_row(name, runs, (links or {}).get(name, "")) for name, runs in rows.items()]
-    guard = [sentence for name, runs in rows.items() for sentence in _guard(name, runs)]
     return part("standing", told, Table("Where each run stands", _COLUMNS, cells, ("state",)), guard)
 
 
@@ -169,53 +176,30 @@ def _state(runs: Sequence[Run]) -> str:
 
 
 def _row(name: str, runs: Sequence[Run], link: str) -> list[str]:
-    only = runs[0] if len(runs) == 1 else Run(name, Path())
+    only, state, left = runs[0] if len(runs) == 1 else Run(name, Path()), _state(runs), time_left(runs)
     if len(runs) > 1:
         name = f"{name}: {sum(run.status in ENDED for run in runs)} of {len(runs)} runs ended"
-    left = time_left(runs)
+    # the recorded reason of an end that was not planned, or what to do
+    reason = only.reason if only.status in ("failed", "diverged", "preempted", "broken") else ""
+    why = "; ".join(filter(None, (reason, _STATES.get(only.status, ("", ""))[1])))
+    step, steps = sum(run.step for run in runs), sum(run.planned_steps or 0 for run in runs)
+    share, progress = min(1.0, step / (steps or 1)), f"{step:,}"
+    if steps:
+        bar = Markup('{:,} of {:,}<progress max="1" value="{:.4f}" aria-label="{:.0f} %"></progress>')
+        progress = bar.format(step, steps, share, 100 * share)
+    recorded = max(run.recorded_at for run in runs)  # the script of a live page writes its age in its place
+    when = Markup('<time datetime="{0:%Y-%m-%dT%H:%M:%SZ}">{0:%Y-%m-%d %H:%M:%S} UTC</time>')
     return [
         Markup('<a href="{}">{}</a>').format(quote(link), name) if link else name,
-        Markup('<span class="state {0}">{0}</span>{1}').format(_state(runs), _why(only)),
-        _steps(sum(run.step for run in runs), sum(run.planned_steps or 0 for run in runs)),
+        Markup('<span class="state {0}">{0}</span>').format(state)
+        + (Markup('<div class="why muted">{}</div>').format(why) if why else ""),
+        progress,
         *(f"{x:.4f}" if math.isfinite(x) else "-" for x in (only.last_loss, only.last_val_loss)),
         "-" if only.tokens_per_s is None else human_count(only.tokens_per_s),
         "-" if only.peak_memory_bytes is None else human_bytes(only.peak_memory_bytes),
         "-" if left is None else human_duration(left),
-        _when(max(run.recorded_at for run in runs)),
+        when.format(datetime.fromtimestamp(recorded, UTC)) if recorded else "-",
     ]
-
-
-def _why(run: Run) -> Markup:
-    """The recorded reason of an end that was not planned, or what to do."""
-    reason = run.reason if run.status in ("failed", "diverged", "preempted", "broken") else ""
-    text = "; ".join(filter(None, (reason, _STATES.get(run.status, ("", ""))[1])))
-    return Markup('<div class="why muted">{}</div>').format(text) if text else Markup()
-
-
-def _steps(step: int, steps: int) -> str:
-    if not steps:
-        return f"{step:,}"
-    share = min(1.0, step / steps)
-    bar = Markup('{:,} of {:,}<progress max="1" value="{:.4f}" aria-label="{:.0f} %"></progress>')
-    return bar.format(step, steps, share, 100 * share)
-
-
-def _when(seconds: float) -> str:
-    """A time; the script of a live page writes its age in its place."""
-    if not seconds:
-        return "-"
-    at = datetime.fromtimestamp(seconds, UTC)
-    return Markup('<time datetime="{:%Y-%m-%dT%H:%M:%SZ}">{:%Y-%m-%d %H:%M:%S} UTC</time>').format(at, at)
-
-
-def _count(states: Sequence[str], left: float | None) -> str:
-    """How many runs there are in each state, and about how long the rest takes."""
-    counts = [f"{states.count(state)} {state}" for state in dict.fromkeys(states)]
-    text = f"{len(states)} runs: {', '.join(counts)}."
-    if len(states) == 1:
-        text = f"The run {_STATES.get(states[0], (f'is {states[0]}',))[0]}."
-    time = "" if left is None else f" About {human_duration(left)} left at the pace of the last steps."
-    return text + time
 
 
 def time_left(runs: Sequence[Run]) -> float | None:
@@ -231,14 +215,3 @@ def time_left(runs: Sequence[Run]) -> float | None:
     own = [pace * run.left if run.seconds_left is None else run.seconds_left for run in at_work]
     waiting = sum(pace * run.left for run in runs if run.status in ("waiting", "preempted", "killed"))
     return own[0] if len(runs) == 1 else max(max(own), (sum(own) + waiting) / len(at_work))
-
-
-def _guard(name: str, runs: Sequence[Run]) -> list[str]:
-    """The last event of the guard, in a sentence."""
-    found = [event for run in runs for event in run.guarded]
-    if not found:
-        return []
-    event = found[-1]
-    reason = f", {reason[:300]}" if (reason := reason_of(event)) else ""
-    many = f" ({len(found)} events of the guard)" if len(found) > 1 else ""
-    return [f"{name}: {event_name(event)} at step {event['step']:,}{reason}{many}"]

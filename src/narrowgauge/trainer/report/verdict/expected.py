@@ -56,11 +56,10 @@ class Expectation:
         """The sentence for people."""
         if self.probability is None or self.forecast.gap_percent is None:
             return f"expected: {self.name} is not forecast: {self.forecast.refused}"
-        interval = self.forecast.gap_percent
+        of = self.forecast.gap_percent
         return (
-            f"expected: {self.name} {self.gap:+.2f} %, forecast {interval.mean:+.2f} % "
-            f"({interval.low:+.2f} to "
-            f"{interval.high:+.2f}): {self.short}; a gap of this size or more has a probability of "
+            f"expected: {self.name} {self.gap:+.2f} %, forecast {of.mean:+.2f} % ({of.low:+.2f} to "
+            f"{of.high:+.2f}): {self.short}; a gap of this size or more has a probability of "
             f"{self.probability:.0%}"
         )
 

@@ -276,7 +276,8 @@ def _spreads(gaps: Gaps[Arm], known: float) -> dict[Arm, Spread]:
                 found[arm] = Spread(0.0, len(by_seed) - 1)
         elif all(map(math.isfinite, by_seed.values())):
             pool[arm] = by_seed
-    while (widest := _widest(pool)) is not None:
+    while several := {arm: statistics.variance(list(g.values())) for arm, g in pool.items() if len(g) > 1}:
+        widest = max(several, key=several.__getitem__)
         others = pooled_spread({arm: g for arm, g in pool.items() if arm != widest}, known)
         own = pooled_spread({widest: pool[widest]}, known)
         if own is None or others is None:
@@ -288,12 +289,6 @@ def _spreads(gaps: Gaps[Arm], known: float) -> dict[Arm, Spread]:
         del pool[widest]
     together = pooled_spread(pool, known)
     return found | ({} if together is None else dict.fromkeys(pool, together))
-
-
-def _widest(pool: Gaps[Arm]) -> Arm | None:
-    """The arm whose gaps deviate most; None if no arm has two."""
-    several = {arm: list(by_seed.values()) for arm, by_seed in pool.items() if len(by_seed) > 1}
-    return max(several, key=lambda arm: statistics.variance(several[arm]), default=None)
 
 
 def pooled_spread(gaps: Gaps[Arm], known: float = 0.0) -> Spread | None:

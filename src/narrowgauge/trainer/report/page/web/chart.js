@@ -1,4 +1,4 @@
-// One chart: curves over a common axis, a crosshair, a read-out. Pure functions first, drawing after.
+// The two kinds of charts, curves and the time line of events. Pure functions first, drawing after.
 
 /**
  * Two-sided exponential smoothing with width `tau` in units of x: no lag, right for uneven spacing.
@@ -68,52 +68,128 @@ function extent(layers, from, log) {
   return log ? [low / air, high * air] : [low - air, high + air];
 }
 
-/** A chart in `host`. `spec` says what it shows; `draw(view)` is called whenever the view changes. */
-function makeChart(host, spec) {
-  const keys = () => [...new Map(frame.layers.map((layer) => [layer.look, { look: layer.look, name: VARIANTS[layer.look] }])).values()];
-  const own = makePlot(make("div", { class: "chart" }, host), spec.title, "", keys, () => pointsOf(frame.layers, spec.id));
-  const { figure, about, plot, drawing, readout } = own, margin = { left: 58, right: 14, top: 10, bottom: 24 };
-  let frame = null; // what the last drawing was: its scales and layers
+/** Where markers sit: on every point if they are few or have room, else some 180 pixels apart, staggered by run. */
+function markedPoints(layer, px, low) {
+  const seen = layer.x.filter((x) => x >= low).length;
+  const room = seen < 2 ? Infinity : (px(layer.x[layer.x.length - 1]) - px(Math.max(low, layer.x[0]))) / (seen - 1);
+  const isShort = layer.y.filter((value) => value !== null).length < 8; // a point alone is no line
+  const apart = isShort || (layer.sparse && room > 14) ? 0 : 180;
+  let next = apart ? px(low) + 40 + ((layer.look * 47) % 180) : -Infinity;
+  return [...layer.x.keys()].filter((i) => {
+    const x = layer.x[i], isMarked = !(x < low || layer.y[i] === null || px(x) < next);
+    if (isMarked) next = px(x) + apart;
+    return isMarked;
+  });
+}
 
-  function draw(view) {
-    const layers = spec.layers(view);
-    figure.hidden = !layers.some((layer) => layer.y.some((value) => value !== null));
-    readout.hidden = true;
-    if (figure.hidden) return;
-    about.textContent = spec.subtitle(view);
-    const { width, height } = own.clear((width) => (width < 480 ? 210 : 260));
-    const log = spec.log && view.log, [low, high] = extent(layers, view.low, log);
-    const scale = log ? Math.log : (value) => value;
-    const px = acrossOf(view, width, margin); // of the margin as it is when called: drawGrid may widen it
-    const py = (y) => height - margin.bottom - ((scale(y) - scale(low)) / (scale(high) - scale(low))) * (height - margin.top - margin.bottom);
-    frame = { view, layers, px, py, width, height };
-    drawGrid(drawing, { low, high, log, view, px, py, width, height, margin, spec });
-    drawLayers(drawing, { layers, px, py, width, height, margin, view, id: spec.id });
-  }
+/** A marker of a variant at a place. */
+const mark = (look, x, y, parent, classes = "marker") => make("path", { d: shape(look), class: classes, transform: `translate(${x} ${y})` }, parent);
 
-  /** Move the crosshair to `x` (null takes it away); say the values only where `say` is true. */
-  function point(x, say) {
-    if (!frame || figure.hidden) return;
-    const at = x === null ? null : frame.px(x), cross = own.cross(at, margin.top, frame.height - margin.bottom), rows = [];
-    if (x === null) return;
-    for (const layer of frame.layers) {
-      const i = nearest(layer.x, x);
-      if (i < 0 || layer.y[i] === null || Math.abs(frame.px(layer.x[i]) - at) > 24) continue;
-      make("path", { d: shape(layer.look), class: `marker ${shade(layer.look)}`, transform: `translate(${frame.px(layer.x[i])} ${frame.py(layer.y[i])})` }, cross);
-      rows.push([layer, i]);
+/** Curves: of `layers(view)`, each of one run or the mean of some. */
+const CURVES = {
+  classes: "chart", kind: "", margin: { left: 58, right: 14, top: 10, bottom: 24 }, top: 10,
+  height: (width) => (width < 480 ? 210 : 260),
+
+  shown(view) {
+    const layers = this.layers(view);
+    return layers.some((layer) => layer.y.some((value) => value !== null)) ? layers : [];
+  },
+
+  keys: ({ frame }) => [...new Set(frame.shown.map((layer) => layer.look))].map((look) => ({ look, name: VARIANTS[look] })),
+
+  /** The numbers, not smoothed: a row for each point of each run. */
+  rows({ frame: { shown } }) {
+    const ends = shown.some((layer) => layer.least) ? ["least", "greatest"] : [];
+    const rows = shown.flatMap((layer) => layer.values.map((value, i) => [
+      layer.name, layer.at.step[i], layer.at.tokens[i], layer.at.seconds[i], value, ...ends.map((end) => layer[end]?.[i]),
+    ]));
+    return [["run", "step", "tokens", "seconds", this.id, ...ends], ...rows.filter((row) => row[4] !== null)];
+  },
+
+  paint(own, { view, shown, px }) {
+    const { drawing, width, height, margin } = own, log = this.log && view.log, [low, high] = extent(shown, view.low, log);
+    const scale = log ? Math.log : (value) => value, room = height - margin.top - margin.bottom;
+    const py = (y) => height - margin.bottom - ((scale(y) - scale(low)) / (scale(high) - scale(low))) * room;
+    own.frame.py = py;
+    own.about.textContent = this.subtitle(view);
+    drawAcross(drawUp(own, (log ? logTicks : linearTicks)(low, high, 5), py, this), own);
+    const clip = make("clipPath", { id: `clip-${this.id}` }, drawing);
+    make("rect", { x: margin.left, y: margin.top - 6, width: width - margin.left - margin.right + 6, height: room + 8 }, clip);
+    const area = make("g", { "clip-path": `url(#clip-${this.id})` }, drawing);
+    for (const layer of shown) {
+      const group = make("g", { class: shade(layer.look) }, area);
+      if (layer.least) make("path", { d: band(layer.x, layer.least, layer.greatest, px, py), class: "band" }, group);
+      if (layer.raw) make("path", { d: trace(layer.x, layer.raw, px, py), class: "raw" }, group);
     }
-    if (!say || !rows.length) return;
-    make("div", { class: "muted where" }, readout, `${frame.view.says(x)} ${frame.view.axisName}`);
+    // The first variant is drawn last, on top: it is what the others are compared with.
+    for (const layer of [...shown].reverse()) {
+      const group = make("g", { class: shade(layer.look) }, area);
+      make("path", { d: trace(layer.x, layer.y, px, py), class: "line", "stroke-dasharray": dash(layer.look) }, group);
+      for (const i of markedPoints(layer, px, view.low)) mark(layer.look, px(layer.x[i]), py(layer.y[i]), group);
+    }
+  },
+
+  tell({ readout, frame: { view, shown, px, py } }, x, { at, cross, say }) {
+    const near = shown.map((layer) => [layer, nearest(layer.x, x)]);
+    const rows = near.filter(([layer, i]) => i >= 0 && layer.y[i] !== null && Math.abs(px(layer.x[i]) - at) <= 24);
+    for (const [{ look, x, y }, i] of rows) mark(look, px(x[i]), py(y[i]), cross, `marker ${shade(look)}`);
+    if (!say || !rows.length) return false;
+    make("div", { class: "muted where" }, readout, `${view.says(x)} ${view.axisName}`);
     if (rows.some(([layer]) => layer.raw)) make("div", { class: "muted both" }, readout, "smoothed, measured");
     for (const [layer, i] of rows) {
       const line = make("div", { class: "row" }, readout);
       swatch(layer.look, line);
       make("span", { class: "name" }, line, layer.name);
-      make("span", { class: "value" }, line, spec.format(layer.y[i]));
-      make("span", { class: "muted" }, line, layer.raw && layer.raw[i] !== null ? spec.format(layer.raw[i]) : "");
+      make("span", { class: "value" }, line, this.format(layer.y[i]));
+      make("span", { class: "muted" }, line, layer.raw && layer.raw[i] !== null ? this.format(layer.raw[i]) : "");
     }
-    placeReadout(readout, plot, at, frame.height + 4, margin.top);
-  }
+    return true;
+  },
+};
 
-  return { ...own, draw, point, margin, frame: () => frame };
-}
+const LANE = 22;
+const eventMark = (kind, classes, x, y, parent) => make("path", { d: EVENT_SHAPES[kind] || OTHER_EVENT, class: classes, transform: `translate(${x} ${y})` }, parent);
+
+/** The time line: one lane a run, a mark an event. */
+const EVENTS = {
+  classes: "chart wide", title: "Events", kind: "events", margin: { left: 58, right: 14, top: 6, bottom: 24 }, top: 0,
+  height: (_, runs) => 6 + LANE * runs.length + 24,
+  shown: () => shownRuns().filter((run) => run.events.length),
+  keys: ({ frame }) => frame.shown.map((run) => ({ look: run.variant, name: run.name })),
+
+  rows({ frame }) {
+    const rows = frame.shown.flatMap((run) => run.events.map((e) => [run.name, e.x.step, e.x.tokens, e.x.seconds, e.kind, e.reason]));
+    return [["run", "step", "tokens", "seconds", "event", "reason"], ...rows];
+  },
+
+  paint(own, { view, shown, px }) {
+    const { drawing, about, width, margin } = own;
+    drawAcross(make("g", { class: "grid" }, drawing), own);
+    shown.forEach((run, i) => {
+      const group = make("g", { class: `lane ${shade(run.variant)}` }, drawing), y = margin.top + LANE * (i + 0.5);
+      make("path", { d: `M${margin.left} ${y}H${width - margin.right}`, class: "rail" }, group);
+      mark(run.variant, margin.left - 20, y, group);
+      for (const { kind, x: { [view.axis]: x } } of run.events)
+        if (x >= view.low && x <= view.high) eventMark(kind, `event ${kind === "save" ? "small" : ""}`, px(x), y, group);
+    });
+    about.className = "muted keys";
+    about.replaceChildren();
+    for (const kind of new Set(shown.flatMap((run) => run.events.map((event) => event.kind)))) {
+      const key = make("span", { class: "key-of-event" }, about);
+      eventMark(kind, "event", 7, 7, make("svg", { width: 14, height: 14, "aria-hidden": "true" }, key));
+      make("span", {}, key, kind);
+    }
+  },
+
+  tell({ readout, frame: { view, shown, px } }, _, { at, say }) {
+    if (!say) return false;
+    const near = shown.flatMap((run) => run.events.filter((e) => Math.abs(px(e.x[view.axis]) - at) < 7).slice(0, 4).map((event) => ({ run, event })));
+    for (const { run, event } of near.slice(0, 12)) {
+      const line = make("div", { class: "row" }, readout);
+      swatch(run.variant, line);
+      make("span", { class: "name" }, line, `${run.name}: ${event.kind} at step ${event.x.step.toLocaleString("en")}`);
+      if (event.reason) make("span", { class: "muted" }, line, event.reason);
+    }
+    return near.length > 0;
+  },
+};

@@ -32,10 +32,10 @@ function differenceOf(a, b) {
 
 const less = (ours, theirs) => (ours === null || theirs === null ? null : Number((ours - theirs).toPrecision(6)));
 
-/** The widest difference of a gauge, on both sides of zero. */
+/** The reach of a difference: the widest on both sides of zero. What is better has a negative share. */
 function reachOfDifference(gauge, data) {
   const sizes = Object.values(data.values[gauge]).flat(2).filter((value) => value !== null).map(Math.abs);
   const high = Math.max(...sizes, 0) || 1;
-  const [pale, full] = GAUGES[gauge].down ? [high, -high] : [-high, high];
-  return { high, pale, full };
+  const full = GAUGES[gauge].down ? -high : high;
+  return { pale: -full, full, share: (value) => value / full };
 }

@@ -14,9 +14,21 @@ function gridOf({ max, normal, smallest, mantissa, fixed }) {
   return grid;
 }
 
+const HISTOGRAM = {
+  title: "Histogram", kind: "pairs", margin: { left: 58, right: 10, top: 24, bottom: 40 },
+  zero: true, tick: (...of) => `${short(...of)} %`,
+  keys: () => [],
+
+  /** The share of each bin before and after rounding; the first is zero. */
+  rows({ frame: { found, before, after } }) {
+    const edges = (i) => (i === 0 ? [0, 0] : [0, 1].map((up) => edgeOf(found.first + i - 1 + up, found.per_octave)));
+    return [["from", "to", "percent before", "percent after"], ...before.map((share, i) => [...edges(i), share, after[i]])];
+  },
+};
+
 /** Returns a function (name, histogram or undefined, step, cast) that draws into `host`. */
 function makeHistogram(host, formats) {
-  const own = makePlot(host, "Histogram", "pairs", () => [], binRows), { heading, plot, drawing, readout } = own;
+  const own = makePlot(host, HISTOGRAM), { heading, plot, drawing, readout, margin } = own;
   const keys = make("p", { class: "keys muted" });
   heading.after(keys);
   for (const kind of ["before", "after"]) {
@@ -24,8 +36,7 @@ function makeHistogram(host, formats) {
     make("rect", { x: 2, y: 2, width: 12, height: 9, class: kind }, mark);
     make("span", {}, key, `${kind} rounding`);
   }
-  const margin = { left: 58, right: 10, top: 24, bottom: 40 };
-  let now = null, at = null;
+  let at = null;
 
   function draw(name, found, step, cast) {
     readout.hidden = true;
@@ -34,74 +45,56 @@ function makeHistogram(host, formats) {
     own.about.textContent = found
       ? `${cast}, step ${step.toLocaleString("en")}, magnitudes in units of the block's scale, on the grid of ${found.element}`
       : "none was recorded: of places in narrow formats only";
-    now = found && frameOf(found, formats[found.element]);
-    if (now) paint();
+    own.frame = null;
+    if (found) paint(found);
   }
 
-  /** The share of each bin before and after rounding; the first is zero. */
-  function binRows() {
-    const { found, before, after } = now;
-    const edges = (i) => (i === 0 ? [0, 0] : [0, 1].map((up) => edgeOf(found.first + i - 1 + up, found.per_octave)));
-    return [["from", "to", "percent before", "percent after"], ...before.map((share, i) => [...edges(i), share, after[i]])];
-  }
-
-  function frameOf(found, limits) {
-    const total = [found.before, found.after].map((counts, i) => counts.reduce((a, b) => a + b, found.zeros[i]) || 1);
-    const share = (i, counts) => counts.map((count) => (100 * count) / total[i]);
-    const before = share(0, [found.zeros[0], ...found.before]), after = share(1, [found.zeros[1], ...found.after]);
+  function paint(found) {
+    const shares = (counts, zeros) => {
+      const total = counts.reduce((a, b) => a + b, zeros) || 1;
+      return [zeros, ...counts].map((count) => (100 * count) / total);
+    };
+    const before = shares(found.before, found.zeros[0]), after = shares(found.after, found.zeros[1]);
+    own.clear((width) => (width < 480 ? 230 : 280));
     // One column for zero, one of room, then the bins.
-    const { width, height } = own.clear((width) => (width < 480 ? 230 : 280));
-    const columns = found.before.length + 2, each = (width - margin.left - margin.right) / columns;
+    const each = (own.width - margin.left - margin.right) / (before.length + 1), base = own.height - margin.bottom;
     const left = (i) => margin.left + (i === 0 ? 0 : i + 1) * each;
-    const high = Math.max(...before, ...after, 1) * 1.05;
-    const py = (value) => height - margin.bottom - (value / high) * (height - margin.top - margin.bottom);
     const ofValue = (value) => {
       const octave = Math.floor(Math.log2(value) + 1e-9);
       const bin = octave * found.per_octave + (value / 2 ** octave - 1) * found.per_octave - found.first;
       return margin.left + (bin + 2) * each;
     };
-    return { found, limits, before, after, width, height, each, left, high, py, ofValue };
+    own.frame = { found, limits: formats[found.element], before, after, each, base, left, ofValue };
+    const high = Math.max(...before, ...after, 1) * 1.05, py = (value) => base - (value / high) * (base - margin.top);
+    const grid = drawUp(own, linearTicks(0, high, 4), py, HISTOGRAM);
+    for (const [kind, values] of Object.entries({ after, before }))
+      values.forEach((value, i) => value > 0 && make("rect", { x: left(i) + 0.5, y: py(value), width: Math.max(1, each - 1), height: base - py(value), class: kind }, drawing));
+    drawBins(grid, own.frame);
+    drawLimits(make("g", { class: "grid limits" }, drawing), own.frame);
   }
 
-  function paint() {
-    const { before, after, width, height, each, left, high, py } = now;
-    const grid = make("g", { class: "grid" }, drawing), { ticks, step } = linearTicks(0, high, 4);
-    for (const tick of ticks) {
-      make("path", { d: `M${margin.left} ${py(tick)}H${width - margin.right}`, class: tick === 0 ? "zero" : "" }, grid);
-      make("text", { x: margin.left - 8, y: py(tick) + 4, "text-anchor": "end" }, grid, `${short(tick, step)} %`);
-    }
-    const bar = (i, value, kind) => value > 0 && make("rect", { x: left(i) + 0.5, y: py(value), width: Math.max(1, each - 1), height: py(0) - py(value), class: kind }, drawing);
-    after.forEach((value, i) => bar(i, value, "after"));
-    before.forEach((value, i) => bar(i, value, "before"));
-    drawAcrossGrid(grid);
-    drawLimits(make("g", { class: "grid limits" }, drawing));
-  }
-
-  function drawAcrossGrid(grid) {
-    const { found, height, each, left, ofValue, limits, width } = now, base = height - margin.bottom;
-    make("text", { x: left(0) + each / 2, y: base + 17, "text-anchor": "middle" }, grid, "0");
+  function drawBins(grid, { found, base, each, left, ofValue, limits }) {
+    const number = (x, text) => make("text", { x, y: base + 17, "text-anchor": "middle" }, grid, text);
+    number(left(0) + each / 2, "0");
     const every = Math.max(1, Math.ceil(46 / (each * found.per_octave)));
     const first = Math.ceil(found.first / found.per_octave), last = Math.floor((found.first + found.before.length) / found.per_octave);
     for (let octave = first; octave <= last; octave++) {
       const x = ofValue(2 ** octave);
       make("path", { d: `M${x} ${base}v4`, class: "tick" }, grid);
-      if (octave % every === 0 && x > left(0) + 44 && x < width - 12) make("text", { x, y: base + 17, "text-anchor": "middle" }, grid, short(2 ** octave));
+      if (octave % every === 0 && x > left(0) + 44 && x < own.width - 12) number(x, short(2 ** octave));
     }
-    for (const value of gridOf(limits)) {
-      const x = ofValue(value);
-      if (x > left(1) - 1 && x < width) make("path", { d: `M${x} ${base + 22}v8`, class: "point" }, grid);
-    }
+    for (const x of gridOf(limits).map(ofValue))
+      if (x > left(1) - 1 && x < own.width) make("path", { d: `M${x} ${base + 22}v8`, class: "point" }, grid);
   }
 
   /** Dashed lines at the limits of the format; a name gives way where it would meet the one before. */
-  function drawLimits(group) {
-    const { limits, ofValue, left, height, width } = now, places = [["smallest", limits.smallest], ["normal", limits.normal], ["largest", limits.max]];
+  function drawLimits(group, { limits, base, left, ofValue }) {
     let free = left(1);
-    for (const [name, value] of places) {
+    for (const [name, value] of Object.entries({ smallest: limits.smallest, normal: limits.normal, largest: limits.max })) {
       const x = ofValue(value), words = `${name} ${short(value)}`;
-      if (x < left(1) - 1 || x > width - 4 || (name === "normal" && limits.fixed)) continue;
-      make("path", { d: `M${x} ${margin.top - 6}V${height - margin.bottom}` }, group);
-      const size = 6.6 * words.length, from = Math.min(Math.max(x - size / 2, free), width - size);
+      if (x < left(1) - 1 || x > own.width - 4 || (name === "normal" && limits.fixed)) continue;
+      make("path", { d: `M${x} ${margin.top - 6}V${base}` }, group);
+      const size = 6.6 * words.length, from = Math.min(Math.max(x - size / 2, free), own.width - size);
       if (from < free) continue;
       make("text", { x: from, y: 12 }, group, words);
       free = from + size + 8;
@@ -110,32 +103,31 @@ function makeHistogram(host, formats) {
 
   function say(i) {
     at = i;
-    const x = i === null || !now ? null : now.left(i) + now.each / 2;
-    own.cross(x, margin.top, now?.height - margin.bottom);
+    const x = i === null || !own.frame ? null : own.frame.left(i) + own.frame.each / 2;
+    own.cross(x, margin.top);
     if (x === null) return;
-    const { found, height, before, after } = now, bin = found.first + i - 1;
+    const { found, limits, before, after } = own.frame, bin = found.first + i - 1;
     const [from, to] = [bin, bin + 1].map((b) => short(edgeOf(b, found.per_octave)));
-    const isLowest = bin === now.limits.low * found.per_octave; // there lies all that is smaller, too
-    const where = i === 0 ? "zero" : isLowest ? `less than ${to}` : `${from} up to ${to}`;
-    make("div", { class: "muted all" }, readout, where);
-    for (const [kind, values] of [["before", before], ["after", after]]) {
+    const isLowest = bin === limits.low * found.per_octave; // there lies all that is smaller, too
+    make("div", { class: "muted all" }, readout, i === 0 ? "zero" : isLowest ? `less than ${to}` : `${from} up to ${to}`);
+    for (const [kind, values] of Object.entries({ before, after })) {
       make("span", {}, readout, kind);
       make("span", { class: "value" }, readout, `${short(values[i])} %`);
     }
-    placeReadout(readout, plot, x, height + 4, margin.top);
+    own.place(x, margin.top);
   }
 
   followPlot(own, {
     show: say,
     under: (pixel) => {
-      const column = Math.floor((pixel - margin.left) / now.each);
-      return Math.min(now.before.length - 1, Math.max(0, column - (column > 0 ? 1 : 0)));
+      const column = Math.floor((pixel - margin.left) / own.frame.each);
+      return Math.min(own.frame.before.length - 1, Math.max(0, column - (column > 0 ? 1 : 0)));
     },
     after: (key) => {
-      const last = now.before.length - 1, from = at ?? -1;
+      const last = own.frame.before.length - 1, from = at ?? -1;
       return { ArrowLeft: Math.max(0, from - 1), ArrowRight: Math.min(last, from + 1), Home: 0, End: last }[key];
     },
   });
-  new ResizeObserver(() => { if (now && plot.clientWidth !== now.width) { now = frameOf(now.found, now.limits); paint(); } }).observe(plot);
+  new ResizeObserver(() => { if (own.frame && plot.clientWidth !== own.width) paint(own.frame.found); }).observe(plot);
   return draw;
 }

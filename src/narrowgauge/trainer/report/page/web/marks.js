@@ -35,12 +35,13 @@ const shade = (number) => `run${number % SHAPES.length}`;
 const dash = (number) => DASHES[(number + Math.floor(number / DASHES.length)) % DASHES.length];
 const shape = (number) => SHAPES[(number + Math.floor(number / SHAPES.length)) % SHAPES.length];
 
-const HTML = new Set("a div span button h3 p b select option table thead tbody tr th td dl dt dd".split(" "));
+const SVG = "http://www.w3.org/2000/svg";
 
-/** Make an element, in the SVG namespace unless its name says HTML. Text is only ever set as text. */
+/** Make an element, of SVG in a drawing. Text is only ever set as text. */
 function make(name, attributes, parent, text) {
-  const node = HTML.has(name) ? document.createElement(name) : document.createElementNS("http://www.w3.org/2000/svg", name);
-  for (const [key, value] of Object.entries(attributes || {})) node.setAttribute(key, value);
+  const isDrawn = name === "svg" || parent?.namespaceURI === SVG;
+  const node = isDrawn ? document.createElementNS(SVG, name) : document.createElement(name);
+  for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
   if (text !== undefined) node.textContent = text;
   if (parent) parent.append(node);
   return node;

@@ -7,7 +7,7 @@ const AXES = {
   seconds: { name: "of training time", says: duration },
 };
 const control = { axis: "tokens", smooth: 4, from: 0, log: false, hidden: new Set() };
-const shownRuns = () => RUNS.map((run, number) => ({ run, number })).filter(({ run }) => !control.hidden.has(run.variant));
+const shownRuns = () => RUNS.filter((run) => !control.hidden.has(run.variant));
 
 /** The span of the chosen axis over all runs (hidden ones too, so that nothing jumps), and its words. */
 function currentView() {
@@ -53,11 +53,11 @@ function meanOfSeeds(layers) {
   };
 }
 
-const all = (name, plain) => (view) => shownRuns().map(({ run }) => layerOf(run, name, view, plain));
+const all = (name, plain) => (view) => shownRuns().map((run) => layerOf(run, name, view, plain));
 const gaps = (of) => (view) => VARIANTS.flatMap((_, variant) => {
-  const paired = shownRuns().filter(({ run }) => run.variant === variant && run.reference !== null);
+  const paired = shownRuns().filter((run) => run.variant === variant && run.reference !== null);
   if (!paired.length) return [];
-  const layer = meanOfSeeds(paired.map(({ run }) => gapOf(of(run, view), of(RUNS[run.reference], view))));
+  const layer = meanOfSeeds(paired.map((run) => gapOf(of(run, view), of(RUNS[run.reference], view))));
   const smooth = (values) => values && (layer.sparse ? values : smoothed(layer.x, values, view.tau));
   return [{ ...layer, y: smooth(layer.values), least: smooth(layer.least), greatest: smooth(layer.greatest) }];
 });
@@ -72,7 +72,7 @@ const speedNote = () => (RUNS.some((run) => run.emulated) ? "; emulated: not the
 const gapNote = () => (RUNS.length > VARIANTS.length ? "percent, mean and range over seeds" : "percent at equal tokens");
 
 const SPECS = [
-  { id: "val_loss", title: "Validation loss", log: true, layers: (view) => shownRuns().map(({ run }) => validationOf(run, view)), subtitle: across("nats a token"), ...numbered, format: four },
+  { id: "val_loss", title: "Validation loss", log: true, layers: (view) => shownRuns().map((run) => validationOf(run, view)), subtitle: across("nats a token"), ...numbered, format: four },
   { id: "val_gap", title: `Validation gap to ${VARIANTS[0]}`, layers: gaps(validationOf), subtitle: gapNote, ...inPercent },
   { id: "loss", title: "Train loss", log: true, layers: all("loss"), subtitle: across("nats a token"), ...numbered, format: four },
   { id: "gap", title: `Train gap to ${VARIANTS[0]}`, layers: gaps(trainOf), subtitle: () => `${gapNote()}, smoothed`, ...inPercent },
@@ -89,14 +89,14 @@ function start() {
   const host = document.getElementById("charts"), rest = document.getElementById("rest");
   if (!host) return;
   rest.closest("section").hidden = false;
-  const charts = [...SPECS.map((spec) => makeChart(host, spec)), makeTimeline(host, shownRuns), ...REST.map((spec) => makeChart(rest, spec))];
+  const curvesIn = (place, specs) => specs.map((spec) => makeChart(place, { ...CURVES, ...spec }));
+  const first = curvesIn(host, SPECS), charts = [...first, makeChart(host, EVENTS), ...curvesIn(rest, REST)];
   const redraw = () => {
-    const view = currentView(), first = charts.slice(0, SPECS.length);
+    const view = currentView();
     charts.forEach((chart) => chart.draw(view));
-    const seen = first.filter(({ plot }) => !plot.parentNode.hidden);
+    const seen = first.filter(({ figure }) => !figure.hidden);
     first.forEach((chart) => {
-      const isAlone = seen.length === 1 && chart === seen[0];
-      if (chart.plot.parentNode.classList.toggle("wide", isAlone)) chart.draw(view);
+      if (chart.figure.classList.toggle("wide", seen.length === 1 && chart === seen[0])) chart.draw(view);
     });
   };
   charts.forEach((chart) => followPointer(chart, charts));
@@ -114,30 +114,25 @@ function followPointer(chart, charts) {
   followPlot(chart, {
     show: (x) => { at = x; charts.forEach((other) => other.point(x, other === chart)); },
     under: (pixel) => {
-      const { view, width } = chart.frame(), { left, right } = chart.margin;
+      const { frame: { view }, width, margin: { left, right } } = chart;
       return inside(view.low + ((pixel - left) / (width - left - right)) * (view.high - view.low), view);
     },
     after: (key, isFast) => {
-      const { view } = chart.frame(), stride = (view.high - view.low) / (isFast ? 20 : 200), from = at ?? view.high;
+      const { view } = chart.frame, stride = (view.high - view.low) / (isFast ? 20 : 200), from = at ?? view.high;
       const to = { ArrowLeft: from - stride, ArrowRight: from + stride, Home: view.low, End: view.high }[key];
       return to && inside(to, view);
     },
   });
 }
 
+/** What the controls say; a browser may restore those of an earlier visit, so they are read. */
 function wireControls(redraw) {
-  const panel = document.querySelector(".controls");
-  const says = () => {
-    document.getElementById("smooth-says").textContent = control.smooth ? `${+(0.05 * control.smooth ** 2).toFixed(2)} %` : "off";
-    document.getElementById("from-says").textContent = control.from ? `${control.from} %` : "no";
-  };
-  // A browser may restore the controls of an earlier visit: read them, do not assume.
+  const panel = document.querySelector(".controls"), node = (id) => document.getElementById(id);
   const read = () => {
-    control.axis = panel.querySelector("input[name=axis]:checked").value;
-    control.smooth = Number(document.getElementById("smooth").value);
-    control.from = Number(document.getElementById("from").value);
-    control.log = document.getElementById("log").checked;
-    says();
+    const smooth = Number(node("smooth").value), from = Number(node("from").value);
+    Object.assign(control, { axis: panel.querySelector("input[name=axis]:checked").value, smooth, from, log: node("log").checked });
+    node("smooth-says").textContent = smooth ? `${+(0.05 * smooth ** 2).toFixed(2)} %` : "off";
+    node("from-says").textContent = from ? `${from} %` : "no";
   };
   panel.addEventListener("input", () => { read(); redraw(); });
   panel.hidden = false;

@@ -33,17 +33,6 @@ function csvOf(rows) {
   return rows.map((row) => row.map(cell).join(",") + "\n").join("");
 }
 
-/** The numbers of the curves of a chart, not smoothed: a row for each point of each run. */
-function pointsOf(layers, quantity) {
-  const hasBand = layers.some((layer) => layer.least);
-  const head = ["run", "step", "tokens", "seconds", quantity, ...(hasBand ? ["least", "greatest"] : [])];
-  const rows = layers.flatMap((layer) => layer.values.map((value, i) => [
-    layer.name, layer.at.step[i], layer.at.tokens[i], layer.at.seconds[i], value,
-    ...(hasBand ? [layer.least?.[i], layer.greatest?.[i]] : []),
-  ]));
-  return [head, ...rows.filter((row) => row[4] !== null)];
-}
-
 /** A drawing as a file of its own: title above, the colours as they are seen, the names of the runs below. */
 function pictureOf(drawing, title, subtitle, keys) {
   const width = Number(drawing.getAttribute("width")), top = 34, line = 20;
