@@ -16,7 +16,7 @@ from narrowgauge.formats import random_stream, stream_key
 from narrowgauge.kernels import dispatch as where
 from narrowgauge.kernels.adamw import Factors, adamw, fma, reference, supports
 from narrowgauge.optim.adamw import adamw_update
-from narrowgauge.optim.algorithm import UpdateBatch
+from narrowgauge.optim.optimizer import UpdateBatch
 from narrowgauge.quantization import QuantizedState, make_cast, state_of
 from narrowgauge.recipes import recipe
 from narrowgauge.system.torch_compat import tree_leaves

@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from narrowgauge.nn.convert import kept_layers as kept_layers
     from narrowgauge.nn.gauges import Gauges as Gauges
     from narrowgauge.nn.linear import Linear as Linear
-    from narrowgauge.nn.observer import Observation as Observation
-    from narrowgauge.nn.observer import Observer as Observer
     from narrowgauge.nn.operands import DTYPES as DTYPES
+    from narrowgauge.nn.operands import Observation as Observation
+    from narrowgauge.nn.operands import Observer as Observer
     from narrowgauge.nn.shards import EqualShare as EqualShare
     from narrowgauge.nn.shards import LinearShards as LinearShards
     from narrowgauge.nn.shards import PooledSequences as PooledSequences

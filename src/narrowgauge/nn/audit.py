@@ -3,7 +3,7 @@
 Call it on a converted model between a backward pass and `zero_grad`, after it has computed a real step.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -79,45 +79,34 @@ def audit(
         convolution's. Notes name layers that no pass called or no gradient reached, and weights that other
         code reads.
     """
-    if recipe is None:
-        return Audit(_records(model))
-    plan = plan_of(model, recipe, keep, also=also)
-    records = []
-    for name in plan.outline.layers:
-        part = plan.parts[name]
-        note = f"kept in {part.compute}" if plan.recipe.is_narrow and not part.is_narrow else ""
-        records.append(AuditRecord(name, _casts(part.casts, part), None, None, note))
-    left = (w for w in matmul_weights(model, also) if w.why)
+    layers = linear_layers(model) if recipe is None else {}
+    records = [_record(name, layer) for name, layer in layers.items()]
+    if recipe is not None:
+        plan = plan_of(model, recipe, keep, also=also)
+        for name in plan.outline.layers:
+            part = plan.parts[name]
+            note = f"kept in {part.compute}" if plan.recipe.is_narrow and not part.is_narrow else ""
+            records.append(AuditRecord(name, _casts(part.casts, part), None, None, note))
+    left = (w for w in matmul_weights(model, also) if w.why and w.name not in layers)
     return Audit(records + [AuditRecord(w.name, None, None, None, f"not converted: {w.why}") for w in left])
 
 
-def _records(model: torch.nn.Module) -> Iterator[AuditRecord]:
-    layers = linear_layers(model)
-    for name, layer in layers.items():
-        if isinstance(layer, Linear):
-            yield _of_converted(name, layer)
-        else:
-            assert isinstance(layer.weight, torch.Tensor)
-            why = why_left(layer) or "it was added after the conversion"
-            yield AuditRecord(name, None, None, _gradient(layer.weight), f"not converted: {why}")
-    for weight in matmul_weights(model):
-        if weight.why and weight.name not in layers:
-            yield AuditRecord(weight.name, None, None, None, f"not converted: {weight.why}")
-
-
-def _of_converted(name: str, layer: Linear) -> AuditRecord:
-    gradient, notes = _gradient(layer.weight), []
-    if layer.model_recipe.is_narrow and not layer.recipe.is_narrow:
-        notes.append(f"kept in {layer.recipe.compute}")
-    if not layer.calls:
-        notes.append("never called")
-    if gradient is False:
-        notes.append("no gradient waits")
-    if layer.takes_other_parameter:
-        notes.append("another parameter was put in place of the stored weight")
-    if reads := state_of(layer.weight).reads:
-        notes.append(f"other code read the weight {reads} times")
-    return AuditRecord(name, _casts(layer.spec.casts, layer.recipe), layer.calls, gradient, "; ".join(notes))
+def _record(name: str, layer: torch.nn.Module) -> AuditRecord:
+    weight = layer.weight
+    assert isinstance(weight, torch.Tensor)
+    gradient, reads = has_gradient(weight) if weight.requires_grad else None, state_of(weight).reads
+    if not isinstance(layer, Linear):
+        why = why_left(layer) or "it was added after the conversion"
+        return AuditRecord(name, None, None, gradient, f"not converted: {why}")
+    notes = {
+        f"kept in {layer.recipe.compute}": layer.model_recipe.is_narrow and not layer.recipe.is_narrow,
+        "never called": not layer.calls,
+        "no gradient waits": gradient is False,
+        "another parameter was put in place of the stored weight": layer.takes_other_parameter,
+        f"other code read the weight {reads} times": reads > 0,
+    }
+    note = "; ".join(text for text, holds in notes.items() if holds)
+    return AuditRecord(name, _casts(layer.spec.casts, layer.recipe), layer.calls, gradient, note)
 
 
 def _casts(casts: Mapping[str, Cast], recipe: Recipe) -> str:
@@ -125,10 +114,6 @@ def _casts(casts: Mapping[str, Cast], recipe: Recipe) -> str:
     stored = recipe.state["weight"]
     weight = "" if stored is None or stored.name == "fp32" else f", weight {stored.name}"
     return f"{casts['fprop.x'].name} x {casts['fprop.w'].name}{weight}"
-
-
-def _gradient(weight: torch.Tensor) -> bool | None:
-    return has_gradient(weight) if weight.requires_grad else None
 
 
 def _text(value: bool | int | None) -> str:

@@ -152,7 +152,7 @@ def apply_plan(model: torch.nn.Module, plan: ModelPlan, backend: str) -> None:
     _leave_fast_path(model)
     first = _convert_layers(model, plan, backend)
     for name, experts in stacks.items():
-        stack = StackedExperts.of(experts)
+        stack = experts if isinstance(experts, StackedExperts) else StackedExperts(experts)
         first = stack.use(recipe, name, plan.parts, first, backend)
         model.set_submodule(name, stack)
     _replace_places(model, recipe, plan.parts)

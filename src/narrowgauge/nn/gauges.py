@@ -22,11 +22,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
-from narrowgauge.nn.observer import Observation, evenly
+from narrowgauge.nn.operands import Observation, evenly
 from narrowgauge.nn.step_state import stepped_modules
-from narrowgauge.quantization import Cast, QuantizedState, cast, plain_gradient, state_of
+from narrowgauge.quantization import Cast, QuantizedState, cast, local_tensor, plain_gradient, state_of
 from narrowgauge.quantization.blocks import blocks_of
 from narrowgauge.quantization.gauges.figures import (
     cosine_similarity,
@@ -93,7 +92,7 @@ class Gauges:
         self.begin_micro_batch(is_first=False, is_last=False)
         for (layer, _), tensor in self.state.items():
             if isinstance(tensor, torch.Tensor) and (gradient := plain_gradient(tensor)) is not None:
-                self._read_plain((layer, "grad"), gradient)
+                self._observe((layer, "grad"), gradient)
         self._attach(lambda place: place != "grad")
 
     def after_step(self) -> None:
@@ -101,9 +100,9 @@ class Gauges:
         self.detach()
         for key, tensor in self.state.items():
             if isinstance(tensor, torch.Tensor):
-                self._read_plain(key, tensor.detach())
+                self._observe(key, tensor.detach())
             elif tensor.cast.name == "fp32" and key[1] != "grad":
-                self._read_plain(key, tensor.read())
+                self._observe(key, tensor.read())
 
     def lines(self, step: int) -> list[dict[str, Any]]:
         """One object per layer and place, ready for JSON; waits for the device."""
@@ -125,16 +124,14 @@ class Gauges:
             if isinstance(tensor, QuantizedState):
                 tensor.gauge = partial(self._observe, key) if is_wanted(key[1]) else None
 
-    def _observe(self, key: Key, x: torch.Tensor, stored: QuantizedState) -> None:
-        """Read a tensor that has been stored; only the first time counts."""
+    def _observe(self, key: Key, x: torch.Tensor, stored: QuantizedState | None = None) -> None:
+        """Read a tensor, and what has been stored of it in a cast; only the first time counts."""
         if key not in self.vectors:
-            self.vectors[key] = stored.cast, gauge_state(x, stored)
-
-    def _read_plain(self, key: Key, x: torch.Tensor) -> None:
-        if key not in self.vectors:
-            x = x.to_local() if isinstance(x, DTensor) else x  # the local shard
-            plain = cast("fp32")
-            self.vectors[key] = plain, gauge(x, x, blocks_of(x.shape, plain, -1))
+            x, plain = local_tensor(x), cast("fp32")
+            if stored is None:
+                self.vectors[key] = plain, gauge(x, x, blocks_of(x.shape, plain, -1))
+            else:
+                self.vectors[key] = stored.cast, gauge_state(x, stored)
 
 
 @dataclass(frozen=True, slots=True)

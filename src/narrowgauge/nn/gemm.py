@@ -34,12 +34,12 @@ afterwards.
 """
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
-from narrowgauge.formats import Format, pack, torch_dtype
+from narrowgauge.formats import pack, torch_dtype
 from narrowgauge.kernels.cast import quantize_in_tiles
 from narrowgauge.kernels.dispatch import is_slow, is_traced, sums_in_fp32, use_kernels
 from narrowgauge.kernels.product import aligned_rows, scaled_and_rounded
@@ -80,7 +80,7 @@ class Operand(NamedTuple):
     #: Their scale; of native forms uint8 codes if the format of scales has 8 bits, else float32
     scale: torch.Tensor | None = None
     rest: torch.Tensor | None = None  # bf16, the clamped remainder to add back; None for none
-    outer: torch.Tensor | None = None  # 0-dim float32, the scale of the tensor
+    outer: torch.Tensor | None = None  # 0-dim float32, the scale above those of blocks
     form: str = VALUES
     #: The cast of a native operand; fp32 for an emulated one, whose elements are values already
     cast: Cast = named_cast("fp32")
@@ -264,18 +264,14 @@ def tiled_operand(x: torch.Tensor, cast: Cast, axis: int, context: QuantContext)
     Returns:
         None where no kernel does it.
     """
-    operand = _laid_out(x, cast, axis, context)
-    if operand is None or not cast.ignores_axis:
-        return operand
-    return operand._replace(other=_laid_out(x, cast, -1 - axis, context))
-
-
-def _laid_out(x: torch.Tensor, cast: Cast, axis: int, context: QuantContext) -> Operand | None:
-    tiles = quantize_in_tiles(x, cast, axis, context)
-    if tiles is None:
-        return None
-    codes, scales, outer = tiles
-    return Operand(codes, scales, None, outer, TILES, cast, x.shape[1 + axis])
+    found: list[Operand] = []
+    for along in (axis, -1 - axis) if cast.ignores_axis else (axis,):
+        tiles = quantize_in_tiles(x, cast, along, context)
+        if tiles is None:
+            return None
+        codes, scales, outer = tiles
+        found.append(Operand(codes, scales, None, outer, TILES, cast, x.shape[1 + along]))
+    return found[0]._replace(other=found[1]) if len(found) > 1 else found[0]
 
 
 def native_product(a: Operand, b: Operand, dtype: torch.dtype, fast: bool = False) -> torch.Tensor:
@@ -298,21 +294,12 @@ def _in_blocks(cast: Cast) -> bool:
 def arguments(a: Operand, b: Operand) -> dict[str, Any]:
     """The keyword arguments of `scaled_mm` for two operands."""
     a, b = a if a.form == TILES else _padded(a), b if b.form == TILES else _padded(b)
-    types_a, scale_a = _scales(a, b, first=True)
-    types_b, scale_b = _scales(b, a, first=False)
-    swizzles = None
-    if a.cast.scale in TILED:
-        swizzles = [SwizzleType.SWIZZLE_32_4_4, *[SwizzleType.NO_SWIZZLE] * (len(types_a) - 1)]
-    return {
-        "mat_a": _elements(a),
-        "mat_b": _elements(b).T,
-        "scale_a": scale_a,
-        "scale_recipe_a": types_a,
-        "swizzle_a": swizzles,
-        "scale_b": scale_b,
-        "scale_recipe_b": types_b,
-        "swizzle_b": swizzles,
-    }
+    found: dict[str, Any] = {"mat_a": _elements(a), "mat_b": _elements(b).T}
+    for name, types, scales in (("a", *_scales(a, b, first=True)), ("b", *_scales(b, a, first=False))):
+        swizzles = [SwizzleType.SWIZZLE_32_4_4, *[SwizzleType.NO_SWIZZLE] * (len(types) - 1)]
+        found |= {f"scale_{name}": scales, f"scale_recipe_{name}": types}
+        found[f"swizzle_{name}"] = swizzles if a.cast.scale in TILED else None
+    return found
 
 
 def _padded(x: Operand) -> Operand:
@@ -336,12 +323,7 @@ def _pad(x: torch.Tensor, missing: tuple[int, ...]) -> torch.Tensor:
 def _elements(x: Operand) -> torch.Tensor:
     """The packed codes, in the dtype that torch multiplies."""
     codes = x.elements if x.form == TILES else pack(along_contraction(x.elements), x.cast.element)
-    return codes.view(_dtype_of(x.cast.element))
-
-
-@cache
-def _dtype_of(element: Format) -> torch.dtype:
-    return torch_dtype(element) or torch.float4_e2m1fn_x2
+    return codes.view(torch_dtype(x.cast.element) or torch.float4_e2m1fn_x2)
 
 
 def along_contraction(codes: torch.Tensor) -> torch.Tensor:
@@ -359,8 +341,8 @@ def _scales(x: Operand, other: Operand, first: bool) -> tuple[list[ScalingType],
     """(types, tensors) of an operand's scales in a matmul with the `other`."""
     rows, scales, outer = x.rows or x.elements.shape[0], x.scale, x.outer
     assert scales is not None
-    assert outer is not None
     if x.cast.scale in TILED:
+        assert outer is not None
         if x.form == CODES:
             assert x.cast.block is not None
             scales = tiled(scales.repeat_interleave(x.cast.block[0], 0)[:rows])

@@ -37,18 +37,15 @@ _DTYPES = {"squares": torch.float64, "sums": torch.float64, "chosen": torch.bool
 class History(torch.nn.Module):
     """The history of one tensor, in buffers outside the state dict."""
 
-    def __init__(self, cast: Cast) -> None:
+    def __init__(self, cast: Cast, **shapes: tuple[int, ...]) -> None:
+        """Start without a step; of the tensors with these shapes the first holds what a step records."""
         super().__init__()
-        self.cast = cast
+        self.cast, self.shapes = cast, shapes
         self.reset("cpu")
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of each tensor of the state, by name; the first holds what a step records."""
-        raise NotImplementedError
 
     def reset(self, device: torch.device | str) -> None:
         """Allocate the state before the first step, on a device."""
-        for name, shape in self.shapes().items():
+        for name, shape in self.shapes.items():
             tensor = torch.empty(shape, dtype=_DTYPES.get(name, torch.float32), device=device)
             self.register_buffer(name, tensor, persistent=False)
         self.renew()
@@ -60,7 +57,7 @@ class History(torch.nn.Module):
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The state by name; the tensors themselves, not copies."""
-        return {name: getattr(self, name) for name in self.shapes()}
+        return {name: getattr(self, name) for name in self.shapes}
 
     def discard_step(self) -> None:
         """Forget what was recorded in this step, so that its end changes nothing."""
@@ -92,31 +89,23 @@ class AmaxHistory(History):
     entries: torch.Tensor
     scale: torch.Tensor
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of each tensor of the state, by name."""
-        return {"amax": (), "entries": (self.cast.history,), "scale": ()}
+    def __init__(self, cast: Cast) -> None:
+        super().__init__(cast, amax=(), entries=(cast.history,), scale=())
 
     @torch.no_grad()
     def end_step(self) -> None:
-        """Put the step's amax into the history, and update the scale.
-
-        No branch depends on a tensor's value: a compiled graph could not contain it, and a GPU would sync.
-        """
-        entries, scale = _renewed(self.cast, self.amax, self.entries, self.scale)
-        self.entries.copy_(entries)
-        self.scale.copy_(scale)
-        self.amax.zero_()
+        """Put the step's amax into the history, and update the scale."""
+        end_steps([self])
 
 
 class HeldAmax(AmaxHistory):
     """The amax of one tensor, measured once every `refresh` steps and held in between."""
 
     held: torch.Tensor
-    age: torch.Tensor
+    age: torch.Tensor  # the number of steps since it was measured
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the step's amax, the one that is held, and the number of steps since then."""
-        return {"amax": (), "held": (), "age": ()}
+    def __init__(self, cast: Cast) -> None:
+        History.__init__(self, cast, amax=(), held=(), age=())
 
     def current(self) -> torch.Tensor:
         """The amax that is held in this step; 0 if each tensor uses its own."""
@@ -134,19 +123,14 @@ class HeldAmax(AmaxHistory):
 class ChannelChoice(History):
     """The channels that a layer keeps in another cast: the channels of its input with the largest norms."""
 
-    squares: torch.Tensor
-    sums: torch.Tensor
+    squares: torch.Tensor  # of this step
+    sums: torch.Tensor  # of the squares over steps
     chosen: torch.Tensor
-    age: torch.Tensor
+    age: torch.Tensor  # in steps
 
     def __init__(self, cast: Cast, channels: int) -> None:
         """Start without a choice; `channels` counts the full layer's channels, even if it is sharded."""
-        self.channels = channels
-        super().__init__(cast)
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the squares of this step, their sums over steps, the choice, its age in steps."""
-        return {**dict.fromkeys(("squares", "sums", "chosen"), (self.channels,)), "age": ()}
+        super().__init__(cast, squares=(channels,), sums=(channels,), chosen=(channels,), age=())
 
     @torch.no_grad()
     def update(self, x: torch.Tensor, shard: TensorShard | None) -> None:
@@ -171,7 +155,10 @@ class ChannelChoice(History):
 
 @torch.no_grad()
 def end_steps(histories: Iterable[History]) -> None:
-    """Call `end_step` on all; histories of one kind together, because each operation is a GPU launch."""
+    """Call `end_step` on all; histories of one kind together, because each operation is a GPU launch.
+
+    No branch depends on a tensor's value: a compiled graph could not contain it, and a GPU would sync.
+    """
     alike: dict[tuple[object, ...], list[AmaxHistory]] = {}
     for history in histories:
         if type(history) is AmaxHistory:
@@ -181,8 +168,13 @@ def end_steps(histories: Iterable[History]) -> None:
             history.end_step()
     for group in alike.values():
         entries, scales, amaxes = ([getattr(h, name) for h in group] for name in ("entries", "scale", "amax"))
-        amax_N = torch.stack(amaxes)
-        entries_NL, scale_N = _renewed(group[0].cast, amax_N, torch.stack(entries), torch.stack(scales))
+        cast, amax_N, entries_NL, scale_N = group[0].cast, *map(torch.stack, (amaxes, entries, scales))
+        has_amax_N = amax_N > 0  # else there was no tensor, or only zeros
+        shifted_NL = torch.cat((entries_NL[:, 1:], amax_N[:, None]), 1)
+        entries_NL = torch.where(has_amax_N[:, None], shifted_NL, entries_NL)
+        largest_N = entries_NL.amax(1) if cast.history_algorithm == "max" else entries_NL[:, -1]
+        new_N = torch.full_like(largest_N, cast.element.max * 2.0**-cast.margin) / largest_N
+        scale_N = torch.where(has_amax_N, new_N.clamp(max=torch.finfo(torch.float32).max), scale_N)
         copy_each(entries, list(entries_NL))
         copy_each([*scales, *amaxes], [*scale_N, *torch.zeros_like(amax_N)])
 
@@ -204,15 +196,3 @@ def history_of(place: str, cast: Cast, channels: int) -> History | None:
     if cast.refresh:
         return HeldAmax(cast)
     return AmaxHistory(cast) if cast.history else None
-
-
-def _renewed(
-    cast: Cast, amax: torch.Tensor, entries: torch.Tensor, scale: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The entries (..., length) and the scales (...) after a step, of one history or of many alike."""
-    has_amax = amax > 0  # else there was no tensor, or only zeros
-    shifted = torch.cat((entries[..., 1:], amax[..., None]), -1)
-    entries = torch.where(has_amax[..., None], shifted, entries)
-    largest = entries.amax(-1) if cast.history_algorithm == "max" else entries[..., -1]
-    new = torch.full_like(largest, cast.element.max * 2.0**-cast.margin) / largest
-    return entries, torch.where(has_amax, new.clamp(max=torch.finfo(torch.float32).max), scale)

@@ -201,9 +201,7 @@ class Linear(Stepped, SeesFSDP, torch.nn.Linear):
         """The weight's values that the forward matmul multiplies in this step: (N, K), float32."""
         weight_NK, operands = self._weight_pass()
         operand = operands.of(weight_NK, "fprop.w", -1)
-        if operand.form in NATIVE:
-            return self.forward_codes().dequantize()
-        return operand.values().float()
+        return self.forward_codes().dequantize() if operand.form in NATIVE else operand.values().float()
 
     @torch.no_grad()
     def forward_codes(self) -> QTensor:

@@ -24,8 +24,7 @@ from narrowgauge.kernels import emulate
 from narrowgauge.kernels.cast import attached_amax
 from narrowgauge.kernels.dispatch import is_discarding, is_unread
 from narrowgauge.nn.gemm import ROWS, VALUES, Operand, add_bias, multiply, sum_rows
-from narrowgauge.nn.observer import evenly
-from narrowgauge.nn.operands import Operands, keep_input, weight_values
+from narrowgauge.nn.operands import Operands, evenly, keep_input, weight_values
 from narrowgauge.quantization import QuantContext, kept_count
 from narrowgauge.quantization import cast as named_cast
 from narrowgauge.recipes.places import MEETS

@@ -16,10 +16,10 @@ It also holds what the layer keeps of its input for the backward pass, the place
     a cast     the same, in another format than fprop.x's
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -39,7 +39,6 @@ from narrowgauge.nn.gemm import (
     tiled_operand,
 )
 from narrowgauge.nn.histories import AmaxHistory, ChannelChoice, HeldAmax, History
-from narrowgauge.nn.observer import Observation, Observer
 from narrowgauge.nn.weight import Accumulation, GatheredWeight
 from narrowgauge.quantization import (
     DEFAULT_CONTEXT,
@@ -63,6 +62,34 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _SMALL_WEIGHT = 10**7
 _WIDE = {dtype: named_cast(name) for name, dtype in DTYPES.items()}
 WIDE = "wide"  # the form of an operand that is the tensor itself, in the dtype of the matmul
+OBSERVED = 64  # rows of a matmul that an observer recomputes in float32
+
+
+def evenly(t: torch.Tensor) -> torch.Tensor:
+    """A view of `OBSERVED` evenly spaced rows of a matrix, from the first; of all if it has fewer."""
+    return t[:: max(1, t.shape[0] // OBSERVED)][:OBSERVED]
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """A matrix, and the operand that a GEMM sees."""
+
+    place: str  # the place in the recipe, such as "fprop.x"
+    x: torch.Tensor  # the matrix as it came, in high precision
+    seen: torch.Tensor  # the values that the GEMM sees, scale applied
+    cast: Cast  # of the place
+    axis: int  # the axis that the GEMM contracts
+    context: QuantContext  # the context under which the cast was applied
+
+
+class Observer(Protocol):
+    """The interface of a layer observer: it sees each operand and result of the three GEMMs."""
+
+    def operand(self, observation: Observation) -> None:
+        """Observe an operand."""
+
+    def product(self, place: str, c_MN: torch.Tensor, a_RK: torch.Tensor, b_NK: torch.Tensor) -> None:
+        """Observe a result and its operands in high precision; R is M, or the rows that `evenly` picks."""
 
 
 @dataclass(slots=True, eq=False)
@@ -135,33 +162,31 @@ class Operands:
         `both`: whether the same values are also contracted along the other axis. `amax`: max |tensor|, 0-dim
         fp32, if it is known.
         """
-        form = self.layer.forms[place]
+        form, compute = self.layer.forms[place], self.layer.compute
         if isinstance(tensor, GatheredWeight):  # it arrived in these values, so this cast adds no noise
-            operand = tensor.operand(self.layer.compute, self.layer.native)
+            operand = tensor.operand(compute, self.layer.native)
             return operand if axis == -1 else operand.transposed()
         if form == WIDE and self.observer is None:
-            operand = Operand(tensor.to(self.layer.compute))
+            operand = Operand(tensor.to(compute))
             return operand if axis == -1 else operand.transposed()
         cast, context = self.layer.casts[place], self.quant_context(tensor, place, amax)
+        values: Callable[[], torch.Tensor]
         if form == CODES:
             in_tiles = tiled_operand(tensor, cast, axis, context) if self.observer is None else None
             if in_tiles is not None:
                 return in_tiles
             q, other_codes = quantize(tensor, cast, axis, context, both)
-            if self.observer is not None:
-                self.observer.operand(Observation(place, tensor, q.dequantize(), None, cast, axis, context))
-            return quantized_operand(q, axis, other_codes)
-        parts = emulate_rows(tensor, cast, context) if form == ROWS else None
-        if parts is not None:
-            rows = Operand(*parts, form=ROWS)
-            if self.observer is not None:
-                self.observer.operand(Observation(place, tensor, rows.values(), None, cast, axis, context))
-            return rows
-        values, scale = emulate(tensor, cast, axis, self.layer.compute, context)
-        operand = Operand(values, scale)
+            operand, values = quantized_operand(q, axis, other_codes), q.dequantize
+        else:
+            parts = emulate_rows(tensor, cast, context) if form == ROWS else None
+            if parts is None:
+                found = Operand(*emulate(tensor, cast, axis, compute, context))
+            else:
+                found = Operand(*parts, form=ROWS)
+            operand, values = found if axis == -1 else found.transposed(), found.values
         if self.observer is not None:
-            self.observer.operand(Observation(place, tensor, values, scale, cast, axis, context))
-        return operand if axis == -1 else operand.transposed()
+            self.observer.operand(Observation(place, tensor, values(), cast, axis, context))
+        return operand
 
     def of_weight(self, w_NK: torch.Tensor, place: str, axis: int, both: bool = False) -> Operand:
         """`of` for the weight whose parameter is `w_NK`.
@@ -273,30 +298,33 @@ def weight_values(w_NK: torch.Tensor) -> torch.Tensor:
 def keep_input(x_MK: torch.Tensor, operand: Operand, operands: Operands) -> tuple[Tensors, Restore]:
     """Keep a layer's input; `operand` is what fprop used."""
     layer, amax = operands.layer, operands.input_amax
-    saved, fprop = layer.saved, layer.casts["fprop.x"]
+    saved, fprop, is_operand = layer.saved, layer.casts["fprop.x"], layer.saved == "operand"
     if layer.reuses_x:
-        has_one_scale = fprop.is_scaled and fprop.block is None
-        if saved == "operand" and has_one_scale and operand.form == VALUES:
+        if is_operand and fprop.is_scaled and fprop.block is None and operand.form == VALUES:
             return _keep_codes(operand, fprop)
-        keeps_codes = saved == "operand" and fprop.is_scaled and not fprop.compensate
-        if keeps_codes and layer.casts["wgrad.x"].of:
-            context = operands.quant_context(x_MK, "fprop.x", amax)
-            return _keep_quantized(quantize(x_MK, fprop, -1, context)[0], layer.compute, is_operand=True)
-        return operand.kept()
-    if saved == "input":
+        keeps_codes = is_operand and fprop.is_scaled and not fprop.compensate
+        if not (keeps_codes and layer.casts["wgrad.x"].of):
+            return operand.kept()
+    elif saved == "input":
         return Operand(x_MK).kept()
-    cast = fprop if isinstance(saved, str) else saved
+    cast, dtype = fprop if isinstance(saved, str) else saved, layer.compute if layer.reuses_x else x_MK.dtype
     if not cast.is_scaled:
         return Operand(emulate(x_MK, cast, -1, layer.compute)[0]).kept()
-    if saved == "operand":
+    if is_operand:
         context = operands.quant_context(x_MK, "fprop.x", amax)
     else:
         context = QuantContext(shard=operands.shard("fprop.x"), amax=amax)
     q, _ = quantize(x_MK, cast, -1, context)
-    if operands.observer is not None and saved != "operand":
-        observed = Observation("saved", x_MK, q.dequantize(), None, cast, -1, DEFAULT_CONTEXT)
-        operands.observer.operand(observed)
-    return _keep_quantized(q, x_MK.dtype)
+    if operands.observer is not None and not is_operand:
+        operands.observer.operand(Observation("saved", x_MK, q.dequantize(), cast, -1, DEFAULT_CONTEXT))
+    blocks, width, reuses_x = q.blocks, q.codes.shape[-1], layer.reuses_x
+
+    def restore(packed: torch.Tensor, scales: torch.Tensor, _: None, tensor_scale: torch.Tensor) -> Operand:
+        codes = unpack(packed, cast.element, width)
+        found = QTensor(codes, scales, None, tensor_scale, cast, blocks)
+        return Operand(*found.operand(dtype)) if reuses_x else Operand(found.dequantize(dtype))
+
+    return (q.packed(), q.scales, None, q.tensor_scale), restore
 
 
 def _keep_codes(operand: Operand, cast: Cast) -> tuple[Tensors, Restore]:
@@ -310,14 +338,3 @@ def _keep_codes(operand: Operand, cast: Cast) -> tuple[Tensors, Restore]:
         return Operand(decoded(unpack(packed, element, width), element, dtype), scale)
 
     return (pack(codes, element), scale, None, None), restore
-
-
-def _keep_quantized(q: QTensor, dtype: torch.dtype, is_operand: bool = False) -> tuple[Tensors, Restore]:
-    """Keep a quantized tensor: packed codes, scales, tensor scale; restored as a tensor, or as an operand."""
-    cast, blocks, width, element = q.cast, q.blocks, q.codes.shape[-1], q.cast.element
-
-    def restore(packed: torch.Tensor, scales: torch.Tensor, _: None, tensor_scale: torch.Tensor) -> Operand:
-        q = QTensor(unpack(packed, element, width), scales, None, tensor_scale, cast, blocks)
-        return Operand(*q.operand(dtype)) if is_operand else Operand(q.dequantize(dtype))
-
-    return (q.packed(), q.scales, None, q.tensor_scale), restore

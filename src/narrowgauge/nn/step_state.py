@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from narrowgauge.formats import stream_key
 from narrowgauge.kernels.dropout import Dropout
 from narrowgauge.nn.histories import History, end_steps
-from narrowgauge.nn.observer import Observer
+from narrowgauge.nn.operands import Observer
 from narrowgauge.recipes import Recipe
 from narrowgauge.system.devices import is_gpu
 from narrowgauge.system.errors import UserError, require

@@ -94,7 +94,6 @@ class GatheredWeight(Proxy):
     scale: torch.Tensor | None
     cast: Cast
     is_operand: bool
-    one: torch.Tensor | None = None  # made once
 
     @staticmethod
     def __new__(
@@ -127,8 +126,7 @@ class GatheredWeight(Proxy):
         if self.scale is None:
             return Operand(self.numbers)
         if native:
-            self.one = torch.ones_like(self.scale) if self.one is None else self.one
-            return Operand(self.numbers, self.scale, None, self.one, CODES, self.cast)
+            return Operand(self.numbers, self.scale, form=CODES, cast=self.cast)
         return Operand(decode(self.numbers, self.cast.element, dtype), self.scale)
 
     @classmethod

@@ -5,6 +5,17 @@
 
 The update is torch's, on float32 tensors. If a parameter's state is low-precision and kernels run, one kernel
 computes the same digits (`kernels.adamw`).
+
+**Feedback.** The rounding error of a weight without a master is added to the first moment. This is ECO (arXiv
+2601.22101, algorithm 3). AdamW computes the updated weight w in float32; it is stored as Q(w), and
+e = w - Q(w) would be lost. A step of AdamW moves the weight by -(lr / c1) m / (sqrt(v / c2) + eps), with
+c = 1 - beta^t, and m decays by beta1 per step. So
+
+    m += (c1 / lr) (1 - 1 / beta1) (sqrt(v / c2) + eps) e
+
+with the m, v, t and lr of this step lets the next step, whose m is beta1 times that, move the weight by
+(1 - beta1) e, and later steps by the rest: (1 - beta1) (1 + beta1 + beta1^2 + ...) e = e in total. This needs
+no state beyond AdamW's.
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,9 +25,8 @@ import torch
 from torch.optim.adamw import adamw
 
 from narrowgauge.kernels import adamw as kernels
-from narrowgauge.optim.algorithm import Algorithm, KeyOf, UpdateBatch
-from narrowgauge.optim.optimizer import Optimizer
-from narrowgauge.quantization import QuantizedState, local_tensor, shard_of, state_of
+from narrowgauge.optim.optimizer import Algorithm, KeyOf, Optimizer, UpdateBatch
+from narrowgauge.quantization import QuantizedState, local_tensor, rounded_sqrt, shard_of, state_of
 from narrowgauge.recipes.recipe import RecipeLike
 
 
@@ -53,7 +63,24 @@ def adamw_fused(
     return True
 
 
-ADAMW = Algorithm(("m", "v"), adamw_update, adamw_fused)
+def fed_back(
+    m: torch.Tensor, v: torch.Tensor, error: torch.Tensor, options: Mapping[str, Any], step: int
+) -> torch.Tensor:
+    """The first moment, changed in place, plus the feedback of `error`: the float32 weight minus the stored.
+
+    `m` and `v` are float32, after the update. Every operation rounds to float32: sqrt(v) / sqrt(c2) + eps,
+    times the error, times the leading factor, which is computed in float64 and rounded once. A learning
+    rate of 0 disables the feedback.
+    """
+    (beta_1, beta_2), lr = options["betas"], options["lr"]
+    if lr == 0 or beta_1 == 0:
+        return m
+    factor = (1 - beta_1**step) / lr * (1 - 1 / beta_1)
+    root = rounded_sqrt(v).div_((1 - beta_2**step) ** 0.5).add_(options["eps"])
+    return m.add_(root.mul_(error).mul_(factor))
+
+
+ADAMW = Algorithm(("m", "v"), adamw_update, adamw_fused, fed_back)
 
 
 class AdamW(Optimizer):

@@ -84,8 +84,7 @@ class CarriedState:
             self.tensors |= {name + key: (t, part) for key, t in module.weight_tensors().items()}
             if name in self.weights and state_of(of).weight is not None:
                 self.tensors[f"{name}stored"] = stored_tensor(of), part
-        stepped = {name: module for name, module in self.modules.items() if module.follows_step()}
-        self.positions = {f"{name}position": module for name, module in stepped.items()}
+        self.positions = {f"{name}position": m for name, m in self.modules.items() if m.follows_step()}
 
     def saved(self) -> dict[str, torch.Tensor]:
         """The state by name, copied, because loading the model's weights changes it."""

@@ -27,11 +27,11 @@ def state_dict(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None =
         Tensors, not copied, and plain numbers; `torch.load(..., weights_only=True)` reads them.
     """
     state = recipe_state(model) | {"model": model.state_dict()}
-    if optimizer is None:
-        return state
     if isinstance(optimizer, Optimizer):  # the recipe's state is in `recipe_state`
-        return state | {"optimizer": optimizer.own_state_dict()}
-    return state | {"optimizer": optimizer.state_dict()}
+        state["optimizer"] = optimizer.own_state_dict()
+    elif optimizer is not None:
+        state["optimizer"] = optimizer.state_dict()
+    return state
 
 
 @checked

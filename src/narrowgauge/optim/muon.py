@@ -15,9 +15,8 @@ from typing import Any, ClassVar
 import torch
 
 from narrowgauge.optim.adamw import ADAMW
-from narrowgauge.optim.algorithm import Algorithm, UpdateBatch
 from narrowgauge.optim.groups import members_of, tensor_of
-from narrowgauge.optim.optimizer import Optimizer
+from narrowgauge.optim.optimizer import Algorithm, Optimizer, UpdateBatch
 from narrowgauge.recipes import RecipeLike
 
 A, B, C = 3.4445, -4.7750, 2.0315

@@ -30,6 +30,7 @@ State is saved and restored bit for bit, and checked against the optimizer befor
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
+from dataclasses import dataclass, replace
 from itertools import chain, pairwise, zip_longest
 from pathlib import Path
 from typing import Any, ClassVar
@@ -38,7 +39,6 @@ import torch
 
 from narrowgauge.formats import RandomStream, random_stream, stream_key, torch_dtype
 from narrowgauge.nn.step_state import require_same_tensors
-from narrowgauge.optim.algorithm import Algorithm, Tensors, UpdateBatch
 from narrowgauge.optim.carried_state import (
     PREFIX,
     TORCHS_OPTIONS,
@@ -48,12 +48,12 @@ from narrowgauge.optim.carried_state import (
     require_same_groups,
     require_torchs_adamw,
 )
-from narrowgauge.optim.feedback import fed_back, require_adamw
 from narrowgauge.optim.grad_norm import ModelGroup, clip_grad_norm
 from narrowgauge.optim.groups import members_of, require_served
 from narrowgauge.quantization import (
     Cast,
     QuantizedState,
+    TensorShard,
     gradient_of,
     has_gradient,
     local_tensor,
@@ -72,8 +72,50 @@ _FIRST_STREAM = 2**34  # above the tensor ids of layers (`nn.operands`)
 _WRITTEN = ("m", "v", "master", "weight")  # one stream for each place
 TENSORS_A_BATCH = 2**22  # elements of a batch
 
+Tensors = list[torch.Tensor]
 NarrowParameter = tuple[torch.Tensor, Mapping[str, Any], int]  # a parameter, its group, its first stream
 Write = tuple[QuantizedState, torch.Tensor, RandomStream | None]  # destination, values, random bits
+
+
+@dataclass(frozen=True)
+class UpdateBatch:
+    """Float32 tensors of some parameters; local shards if processes share a parameter."""
+
+    w: Tensors  # the weights, updated in place
+    g: Tensors  # their gradients
+    moments: Mapping[str, Tensors]  # the moments by place ("m", "v"), updated in place
+    steps: Tensors  # the steps taken by each parameter, 0-dim float32; incremented in place
+    #: The position of each local tensor in the full one; None for a full tensor
+    shards: list[TensorShard | None]
+
+
+#: `update(batch, options)`: `options` are the parameter group's.
+Update = Callable[[UpdateBatch, Mapping[str, Any]], None]
+#: `key_of(place)`: the key of the random bits that round the tensor of a place.
+KeyOf = Callable[[str], tuple[int, int]]
+#: `fused_update(parameter, state, options, step, key_of)`: updates a parameter and its state in place,
+#: without float32 copies; returns False and changes nothing if it cannot.
+FusedUpdate = Callable[[torch.Tensor, Mapping[str, Any], Mapping[str, Any], int, KeyOf], bool]
+#: `feedback(m, v, error, options, step)`: `m` with the rounding error of a weight that has no master.
+Feedback = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Mapping[str, Any], int], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """The places of the moments, the update of weights, a fused update and a feedback if it has them."""
+
+    moments: tuple[str, ...]
+    update: Update
+    fused_update: FusedUpdate | None = None
+    feedback: Feedback | None = None
+
+    def apply(self, batch: UpdateBatch, options: Mapping[str, Any]) -> None:
+        """`update` on contiguous tensors: torch's fused kernels ignore strides, and moments have none."""
+        w, g = ([x.contiguous() for x in tensors] for tensors in (batch.w, batch.g))
+        self.update(replace(batch, w=w, g=g), options)
+        for x, updated in zip(batch.w, w, strict=True):
+            if updated is not x:
+                x.copy_(updated)
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -149,12 +191,17 @@ class Optimizer(torch.optim.Optimizer):
         if "lr_factor" in param_group and "lr" not in param_group:
             param_group = param_group | {"lr": self.defaults["lr"] * param_group["lr_factor"]}
         super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        for p in group["params"]:
-            shard, is_narrow = shard_of(p), is_large(p)
-            require_adamw(p, group["algorithm"])
+        algorithm = self.algorithms[name]
+        for p in self.param_groups[-1]["params"]:
+            shard, is_narrow, weight = shard_of(p), is_large(p), state_of(p).weight
+            if weight is not None and weight.cast.feedback and algorithm.feedback is None:
+                raise UserError(
+                    f"recipe place 'weight': feedback = {weight.cast.feedback!r}, but {name} updates this "
+                    'weight, and the feedback formula is for AdamW; use optimizer.name = "adamw", or remove '
+                    "the key"
+                )
             self.state[p] = {"step": torch.zeros((), dtype=torch.float32, device=p.device)}
-            for place in self.algorithms[group["algorithm"]].moments:
+            for place in algorithm.moments:
                 cast = (self.recipe.state[place] if is_narrow else None) or FP32
                 on_host = is_narrow and place in self.recipe.offload
                 state = QuantizedState(local_tensor(p).shape, cast, p.device, on_host, shard)
@@ -256,17 +303,17 @@ class Optimizer(torch.optim.Optimizer):
             tensor = first_stream + _WRITTEN.index(place)
             return to, x, random_stream(self.seed, number, tensor, p.device) if to.cast.is_random else None
 
-        is_fed_back = weight is not None and weight.cast.feedback
-        first = {place: (s[place], m) for place, m in moments.items() if place != "m" or not is_fed_back}
+        feedback = algorithm.feedback if weight is not None and weight.cast.feedback else None
+        first = {place: (s[place], m) for place, m in moments.items() if place != "m" or feedback is None}
         first["weight" if master is None else "master"] = (master or weight, w)
         if weight is None and w is not local_tensor(p):
             local_tensor(p).copy_(w)
         yield [write(place, to, x) for place, (to, x) in first.items() if to is not None]
         if weight is not None and master is not None:
             yield [write("weight", weight, master.read())]
-        if weight is not None and is_fed_back:
+        if weight is not None and feedback is not None:
             error = w - weight.read()
-            yield [write("m", s["m"], fed_back(moments["m"], moments["v"], error, group, number))]
+            yield [write("m", s["m"], feedback(moments["m"], moments["v"], error, group, number))]
 
     def _is_plain(self, p: torch.Tensor) -> bool:
         """Whether all state of a parameter is fp32 and on its device, so that it can be updated in place."""
@@ -342,12 +389,9 @@ class Optimizer(torch.optim.Optimizer):
             require_torchs_adamw(self.param_groups, groups)
             states = {p: from_torch(state, self.moments(p)) for p, state in states.items()}
             groups = [{key: group[key] for key in TORCHS_OPTIONS if key in group} for group in groups]
-        own: dict[str, torch.Tensor] = {}
-        carried: dict[str, torch.Tensor] = {}
-        for i, state in enumerate(states.values()):
-            for key, t in state.items():
-                is_recipes = key.startswith(PREFIX)
-                (carried if is_recipes else own)[key if is_recipes else f"{i}.{key}"] = local_tensor(t)
+        named = [(key, f"{i}.", t) for i, of in enumerate(states.values()) for key, t in of.items()]
+        carried = {key: local_tensor(t) for key, _, t in named if key.startswith(PREFIX)}
+        own = {i + key: local_tensor(t) for key, i, t in named if not key.startswith(PREFIX)}
         of_recipe = CarriedState(self.parameters(), self.model)
         parts = of_recipe.local_parts(carried) if carried else {}
         current = self.tensors({p: str(i) for i, p in enumerate(states)})

@@ -122,7 +122,7 @@ class Keys:
     #: decides among candidates; ties go to the first. "" without candidates.
     choose: str = key("", _CHOSEN, ("", "mae", "mse", "max"), "choice")
     #: "momentum" puts the rounding error of a weight that has no master into the first moment (ECO;
-    #: `optim.feedback`); "" does not.
+    #: `optim.adamw`); "" does not.
     feedback: str = key("", _STATE | C.C | C.MEMORYLESS, ("", "momentum"))
     #: The place whose values are used instead of the tensor's own, such as "fprop.w".
     of: str = key("", _LAYER | C.KERNEL | C.MEMORYLESS)

@@ -51,7 +51,7 @@ from narrowgauge.kernels.dispatch import contexts, is_unread, last_product
 from narrowgauge.kernels.dropout import Dropout
 from narrowgauge.nn.gemm import Operand
 from narrowgauge.nn.linear_function import autocast_disabled
-from narrowgauge.nn.observer import Observation, Observer
+from narrowgauge.nn.operands import Observation, Observer
 from narrowgauge.nn.shards import EqualShare
 from narrowgauge.nn.step_state import Stepped
 from narrowgauge.quantization import Cast, QuantContext, TensorShard, full_axis
@@ -85,12 +85,10 @@ class AttentionContext:
 
     def cast(self, place: str, product: str) -> Cast | None:
         """The cast of an operand of a matmul."""
-        gradient = next((p for p in ATTENTION_PRODUCTS[product] if p in GRADIENT_PLACES), None)
-        if gradient is not None:
-            of_gradient = self.casts.get(gradient)
-            if gradient != place and (of_gradient is None or not of_gradient.is_scaled):
-                return None
-        return self.casts.get(place)
+        gradients = set(ATTENTION_PRODUCTS[product]) & set(GRADIENT_PLACES) - {place}
+        casts = map(self.casts.get, gradients)
+        has_wide_gradient = any(cast is None or not cast.is_scaled for cast in casts)
+        return None if has_wide_gradient else self.casts.get(place)
 
     def operand(self, x: Tensor, place: str, product: str, axis: int) -> Operand:
         """What a matmul sees of a tensor [matrices, rows, columns] whose `axis` (-1 or -2) it contracts."""
@@ -107,7 +105,7 @@ class AttentionContext:
             else:
                 seen = Operand(*emulate_in_context(x, cast, axis, wide, context))
         if self.observer is not None and cast is not None:
-            self.observer.operand(Observation(place, x, *seen[:2], cast, axis, context))
+            self.observer.operand(Observation(place, x, seen.values(), cast, axis, context))
         return seen
 
     def _quant_context(self, x: Tensor, cast: Cast, place: str, product: str) -> QuantContext:
@@ -118,11 +116,11 @@ class AttentionContext:
         index, count = self.piece
         matrices = self.share.axis(self.samples, len(x) * count // self.samples)
         shard = TensorShard((matrices.chunk(index, count), full_axis(x.shape[1]), full_axis(x.shape[2])))
-        if not is_random or self.keys is None:
-            return QuantContext(shard=shard)
-        key = self.keys[2 * _PRODUCTS.index(product) + ATTENTION_PRODUCTS[product].index(place)]
-        before = self.first_sample * (shard.shape.numel() // self.samples)
-        return QuantContext(RandomStream(key, before), shard=shard)
+        stream = None
+        if is_random and self.keys is not None:
+            key = self.keys[2 * _PRODUCTS.index(product) + ATTENTION_PRODUCTS[product].index(place)]
+            stream = RandomStream(key, self.first_sample * (shard.shape.numel() // self.samples))
+        return QuantContext(stream, shard=shard)
 
 
 class _Product(FirstOrderFunction):
@@ -207,9 +205,12 @@ def narrow_attention(
         count = next(n for n in range(1, B * K + 1) if B * K % n == 0 and B * K // n <= limit)
     context = replace(context, dtype=q_BNTH.dtype, samples=B)
     pieces = zip(*(x.flatten(0, 1).chunk(count) for x in (q_BNTH, k_BKSH, v_BKSH)), strict=True)
+    device = q_BNTH.device
+    visible = torch.ones(1, T, S, dtype=torch.bool, device=device).tril(S - T) if mask is None else mask
     found = []
     for i, piece in enumerate(pieces):
-        visible = _visible(len(piece[0]), i, q_BNTH, S, mask)
+        if mask is not None:
+            visible = mask[torch.arange(B * N, device=device).chunk(count)[i] // N, 0]  # [Z, T, S]
         given = (*piece, visible, replace(context, piece=(i, count)))
         options: dict[str, Any] = {"context_fn": contexts, "use_reentrant": False}
         found.append(checkpoint(_attend, *given, preserve_rng_state=False, **options))
@@ -225,14 +226,6 @@ def _attend(
     with last_product():  # in the backward pass only p is read again
         y_ZTH: Tensor = _Product.apply(p_ZTS, v_YSH, "p v", 1.0, context)
     return y_ZTH.to(q_ZTH.dtype)
-
-
-def _visible(matrices: int, index: int, q_BNTH: Tensor, S: int, mask: Tensor | None) -> Tensor:
-    """The keys that the queries of a piece see: bool, [Z or 1, T, S] of the piece."""
-    (_, N, T, _), device = q_BNTH.shape, q_BNTH.device
-    if mask is not None:
-        return mask[:, 0][torch.arange(index * matrices, (index + 1) * matrices, device=device) // N]
-    return torch.ones(1, T, S, dtype=torch.bool, device=device).tril(S - T)
 
 
 class NarrowAttention(Stepped, Attention):

@@ -33,7 +33,7 @@ stack of a single matrix, as vision models store positions.
 import inspect
 import re
 import warnings
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -53,8 +53,6 @@ _IN_LIST = (
     "it lies in a plain Python list, where neither a recipe nor .to() nor model.parameters() reaches it "
     "(make the list a torch.nn.ModuleList)"
 )
-#: The children of each module by its name, including repeated ones.
-Children = dict[str, dict[str, torch.nn.Module]]
 Kinds = Collection[type[torch.nn.Module]]
 
 
@@ -124,16 +122,7 @@ def _shape(layer: torch.nn.Module) -> tuple[int, int]:
 
 def _block_names(model: torch.nn.Module) -> list[str]:
     """The names of a model's repeated blocks, in order."""
-    children: Children = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        children.setdefault(name, {})
-        if name:
-            parent, _, key = name.rpartition(".")
-            children.setdefault(parent, {})[key] = module
-    for members in (_members_of_list, _numbered, _members_of_plain_list):
-        if found := _outermost(model, "", children, members):
-            return found
-    return []
+    return next(filter(None, (_outermost(model, "", kind) for kind in (1, 2, 3))), [])
 
 
 def _block_number(name: str, number_of: Mapping[str, int]) -> int | None:
@@ -142,17 +131,14 @@ def _block_number(name: str, number_of: Mapping[str, int]) -> int | None:
     return next((number_of[outer] for outer in around if outer in number_of), None)
 
 
-def _outermost(
-    module: torch.nn.Module,
-    name: str,
-    children: Children,
-    members: Callable[[str, torch.nn.Module, Mapping[str, torch.nn.Module]], Sequence[str]],
-) -> list[str]:
-    """The names of the blocks in a module: members of stacks that are not inside another block."""
-    keys, found = members(name, module, children[name]), []
-    for key, child in _in_order_of_use(module, children[name]):
+def _outermost(module: torch.nn.Module, name: str, kind: int) -> list[str]:
+    """The names of the blocks in a module: members of stacks of a kind that are not inside another block."""
+    below = module.named_modules(remove_duplicate=False)
+    children = {key: child for key, child in below if key and "." not in key}
+    keys, found = _members(kind, name, module, children), []
+    for key, child in _in_order_of_use(module, children):
         path = f"{name}.{key}".lstrip(".")
-        found += [path] if key in keys else _outermost(child, path, children, members)
+        found += [path] if key in keys else _outermost(child, path, kind)
     return found
 
 
@@ -169,40 +155,28 @@ def _in_order_of_use(
     return sorted(children.items(), key=lambda pair: used.get(pair[0], -1) if is_named else 0)
 
 
-def _members_of_list(
-    name: str, module: torch.nn.Module, members: Mapping[str, torch.nn.Module]
-) -> Sequence[str]:
-    """The blocks among the members of a list or a sequence."""
-    if _is_list(name, module):
-        return list(members) if any(_holds_linear(m) for m in members.values()) else []
-    return _alike(members, lambda key: "") if isinstance(module, torch.nn.Sequential) else []
-
-
-def _numbered(name: str, module: torch.nn.Module, members: Mapping[str, torch.nn.Module]) -> Sequence[str]:
-    """The blocks among modules with numbers in their names."""
-    if isinstance(module, torch.nn.Sequential | torch.nn.ModuleList | torch.nn.ModuleDict):
-        return []
-    numbered = {key: m for key, m in members.items() if re.search(r"\d", key)}
-    return _alike(numbered, lambda key: re.sub(r"\d+", "", key))
-
-
-def _members_of_plain_list(
-    name: str, module: torch.nn.Module, members: Mapping[str, torch.nn.Module]
-) -> Sequence[str]:
-    """The members of a list of linear layers."""
-    return list(members) if _is_list(name, module) and any(is_linear(m) for m in members.values()) else []
-
-
-def _alike(members: Mapping[str, torch.nn.Module], stem: Callable[[str], str]) -> list[str]:
-    """The members with linear layers, where several share a class and the stem of their names."""
-    kinds: dict[tuple[object, ...], list[str]] = {}
-    for key, member in members.items():
+def _members(
+    kind: int, name: str, module: torch.nn.Module, children: Mapping[str, torch.nn.Module]
+) -> list[str]:
+    """The members of a module that is a stack of a kind, 1 to 3; empty if it is none."""
+    stems: dict[str, str] = {}  # of the names of modules, of which those of one class are a stack
+    is_sequence = isinstance(module, torch.nn.Sequential)
+    if kind == 3 or (kind == 1 and not is_sequence):
+        has_any = any(map(is_linear if kind == 3 else _holds_linear, children.values()))
+        return list(children) if has_any and _is_list(name, module) else []
+    if kind == 1:
+        stems = dict.fromkeys(children, "")
+    elif not (is_sequence or isinstance(module, torch.nn.ModuleList | torch.nn.ModuleDict)):
+        stems = {key: re.sub(r"\d+", "", key) for key in children if re.search(r"\d", key)}
+    alike: dict[tuple[object, ...], list[str]] = {}
+    for key, stem in stems.items():
+        member = children[key]
         if _holds_linear(member):
             # A container's class does not describe its contents.
             is_container = type(member).__module__ == torch.nn.Sequential.__module__
             inside = tuple(linear_layers(member)) if is_container else ()
-            kinds.setdefault((type(member), stem(key), inside), []).append(key)
-    return [key for keys in kinds.values() if len(keys) > 1 for key in keys]
+            alike.setdefault((type(member), stem, inside), []).append(key)
+    return [key for keys in alike.values() if len(keys) > 1 for key in keys]
 
 
 def _is_list(name: str, module: torch.nn.Module) -> bool:

@@ -18,7 +18,7 @@ from narrowgauge.formats import RandomStream, torch_dtype
 from narrowgauge.kernels import emulate
 from narrowgauge.kernels.residual import Residual
 from narrowgauge.nn.linear_function import autocast_disabled
-from narrowgauge.nn.observer import Observation
+from narrowgauge.nn.operands import Observation
 from narrowgauge.nn.shards import EqualShare
 from narrowgauge.nn.step_state import Stepped
 from narrowgauge.quantization import Cast, QuantContext, TensorShard, full_axis
@@ -72,13 +72,11 @@ class NarrowResidual(Stepped, Residual):
             total = x_BTD.to(wide) if delta_BTD is None else x_BTD.to(wide) + delta_BTD
             x_MD = total.flatten(0, -2)
             context = self._context(x_MD, x_BTD.shape[0])
-            if self.dtype is not None:
-                seen = x_MD.to(self.dtype)
-            else:
-                seen = _Narrowed.apply(x_MD, self.cast, context)
+            has_scales = self.dtype is None
+            seen = _Narrowed.apply(x_MD, self.cast, context) if has_scales else x_MD.to(self.dtype)
             if self.observer is not None:
                 with torch.no_grad():
-                    self.observer.operand(Observation("stream", x_MD, seen, None, self.cast, -1, context))
+                    self.observer.operand(Observation("stream", x_MD, seen, self.cast, -1, context))
             return reshaped(seen, x_BTD.shape)
 
     def _context(self, x_MD: torch.Tensor, samples: int) -> QuantContext:

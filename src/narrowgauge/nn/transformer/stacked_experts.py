@@ -31,11 +31,14 @@ class StackedExperts(torch.nn.Module):
     """Replaces a module that holds the weights of several experts in one parameter each.
 
     Attributes:
+        source: The module that it replaces, which knows the activation.
         num_experts: The number of experts.
         matrices: The names of the parameters with the weights of the first and of the second layer.
         is_transposed: Whether each weight is stored as (inputs, outputs).
         slices: The weights of all experts by the name of their parameter, during a forward pass.
     """
+
+    source: Any
 
     def __init__(self, experts: torch.nn.Module) -> None:
         """Take over the parameters and the hooks of such a module (`is_stacked`)."""
@@ -48,14 +51,9 @@ class StackedExperts(torch.nn.Module):
         for name, parameter in experts.named_parameters(recurse=False):
             self.register_parameter(name, parameter)
         self.post_expert_norm: Any = experts.post_expert_norm if experts.has_post_expert_norm else None
-        self._source: tuple[Any] = (experts,)  # knows the activation; in a tuple: no submodule
+        self.__dict__["source"] = experts  # no submodule
         self.slices: dict[str, tuple[torch.Tensor, ...]] = {}
         self.train(experts.training)
-
-    @classmethod
-    def of(cls, experts: torch.nn.Module) -> "StackedExperts":
-        """The experts that replace others, which may be stacked ones already."""
-        return experts if isinstance(experts, cls) else cls(experts)
 
     def use(self, recipe: Recipe, name: str, resolved: Mapping[str, Recipe], first: int, backend: str) -> int:
         """Create the layers of all experts, or recreate them with their existing hooks.
@@ -111,9 +109,8 @@ class StackedExperts(torch.nn.Module):
         if number >= self.num_experts:
             return torch.zeros_like(x)
         expert, first, last = self.get_submodule(str(number)), *self.matrices
-        (source,) = self._source
         hidden = expert.get_submodule(first)(x)
-        hidden = getattr(source, GATE)(hidden) if self.has_gate else source.act_fn(hidden)
+        hidden = getattr(self.source, GATE)(hidden) if self.has_gate else self.source.act_fn(hidden)
         y: torch.Tensor = expert.get_submodule(last)(hidden)
         return y if self.post_expert_norm is None else self.post_expert_norm(y)
 
@@ -128,6 +125,8 @@ class StackedExperts(torch.nn.Module):
 class ExpertLinear(Linear):
     """A layer of one expert, whose weight and bias are slices of stacked parameters."""
 
+    stack: StackedExperts
+
     def __init__(
         self,
         stack: StackedExperts,
@@ -139,7 +138,8 @@ class ExpertLinear(Linear):
         backend: str,
     ) -> None:
         """As `Linear`, of an expert by its number, with slices of the parameters `name` and `NAME_bias`."""
-        self._stack, self.number, self.name = (stack,), number, name  # in a tuple: not a submodule
+        self.__dict__["stack"] = stack  # no submodule
+        self.number, self.name = number, name
         shape = stack.get_parameter(name).shape[1:]
         template = SimpleNamespace(weight=torch.nn.Parameter(torch.empty(shape, device="meta")), bias=None)
         super().__init__(template, recipe, index, stack.is_transposed, model_recipe, backend)  # type: ignore[arg-type]
@@ -152,23 +152,19 @@ class ExpertLinear(Linear):
     @property
     def bias(self) -> torch.Tensor | None:  # type: ignore[override]
         """The slice of this expert; None without a bias."""
-        (stack,) = self._stack
-        return self._slice(f"{self.name}_bias") if hasattr(stack, f"{self.name}_bias") else None
+        return self._slice(f"{self.name}_bias") if hasattr(self.stack, f"{self.name}_bias") else None
 
     def _slice(self, name: str) -> torch.Tensor:
-        (stack,) = self._stack
-        return stack.slices[name][self.number] if stack.slices else stack.get_parameter(name)[self.number]
+        return (self.stack.slices[name] if self.stack.slices else self.stack.get_parameter(name))[self.number]
 
     def _take(self, weight: torch.nn.Parameter, bias: torch.nn.Parameter | None) -> None:
         """Do nothing: the stack holds the parameters."""
 
     def _has_gradient(self) -> bool:
-        (stack,) = self._stack
-        return has_gradient(stack.get_parameter(self.name))
+        return has_gradient(self.stack.get_parameter(self.name))
 
     def _device(self) -> torch.device:
-        (stack,) = self._stack
-        return stack.get_parameter(self.name).device
+        return self.stack.get_parameter(self.name).device
 
 
 def is_stacked(module: torch.nn.Module) -> bool:

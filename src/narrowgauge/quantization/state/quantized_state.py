@@ -81,7 +81,7 @@ class QuantizedState:
             can hold them and a restart can copy into them.
         device: The device that computes with the tensor.
         on_host: Whether the tensor is in (pinned) host memory instead of a GPU's.
-        gauge: If attached, called as `gauge(x, self)` with every float32 tensor written (`nn.observer`).
+        gauge: If attached, called as `gauge(x, self)` with every float32 tensor written (`nn.gauges`).
     """
 
     def __init__(

@@ -34,7 +34,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from narrowgauge.nn import Gauges
 from narrowgauge.nn.gauges import LayerGauge, means
-from narrowgauge.nn.observer import Observation
+from narrowgauge.nn.operands import Observation
 from narrowgauge.nn.step_state import stepped_modules
 from narrowgauge.recipes.places import GAUGED_PLACES
 from narrowgauge.system.errors import UserError, checked
