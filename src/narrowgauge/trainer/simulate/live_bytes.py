@@ -6,6 +6,7 @@ and at the tensor's next use.
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,13 +20,13 @@ from narrowgauge.system.torch_compat import local_tensor, storage_key
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
+@dataclass(slots=True)
 class _Storage:
-    """A live storage: the bytes that an operation allocated, and those that were there before."""
+    """A live storage."""
 
-    __slots__ = ("before", "new", "reference")
-
-    def __init__(self, reference: Any, new: int, before: int) -> None:
-        self.reference, self.new, self.before = reference, new, before
+    reference: Any
+    new: int  # bytes that an operation allocated
+    before: int  # bytes that were there before
 
 
 class LiveBytes:
@@ -67,7 +68,7 @@ class LiveBytes:
                 self._resize(known, size)
 
     def _begin(self, storage: torch.UntypedStorage, key: int, size: int, is_new: bool) -> None:
-        reference = weakref.ref(storage, lambda _: self._forget(key))
+        reference = weakref.ref(storage, lambda _: self._grow(-self._storages.pop(key).new))
         self._storages[key] = _Storage(reference, size if is_new else 0, 0 if is_new else size)
         if is_new:
             self._grow(size)
@@ -80,9 +81,6 @@ class LiveBytes:
     def _grow(self, size: int) -> None:
         self.alive += size
         self.peak = max(self.peak, self.alive)
-
-    def _forget(self, key: int) -> None:
-        self.alive -= self._storages.pop(key).new
 
     def update_all(self) -> None:
         """Update the sizes of all storages."""

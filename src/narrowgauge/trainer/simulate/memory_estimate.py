@@ -1,7 +1,6 @@
 """Estimates the memory and traffic of a step from simulated steps of few blocks and few micro-batches."""
 
 import os
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +12,7 @@ from narrowgauge.system.devices import imagined
 from narrowgauge.trainer.models import count_parameters
 from narrowgauge.trainer.simulate.few_blocks import few_blocks, has_equal_blocks, with_layers
 from narrowgauge.trainer.simulate.memory import Memory
-from narrowgauge.trainer.simulate.step import ALONE, Sent, simulate_step
+from narrowgauge.trainer.simulate.step import ALONE, simulate_step
 from narrowgauge.trainer.training.config.config import Config
 
 
@@ -43,9 +42,12 @@ def estimate_step(config: Config, parallel_dims: ParallelDims = ALONE) -> StepEs
     key = gpu, kernels, parallel_dims, repr(config.spec.recipe), config.model_dump_json()
     if gpu is None or key not in _known:
         parts, parameters = _parts(config, parallel_dims), count_parameters(config.spec.model)
+        last = (
+            parallel_dims.size - parallel_dims.size // parallel_dims.pipeline
+        )  # the first of the last stage
         steps = [  # extrapolated per process: with few layers another process may be the heaviest
             _sum([(_step(with_layers(config, n), parallel_dims, rank), w) for n, w in parts], parameters)
-            for rank in _first_and_last_rank(parallel_dims)
+            for rank in sorted({0, last})  # all ranks of a stage are equal
         ]
         _known[key] = max(steps, key=lambda step: step.memory.peak)
     return _known[key]
@@ -65,11 +67,6 @@ def _parts(config: Config, parallel_dims: ParallelDims) -> list[tuple[int, float
         return few_blocks(config) if parallel_dims.pipeline == 1 else [(layers, 1.0)]
     further = (layers - 4 * unit) / unit
     return [(3 * unit, -further), (4 * unit, 1 + further)]  # with fewer, FSDP2's peak lies elsewhere
-
-
-def _first_and_last_rank(parallel_dims: ParallelDims) -> list[int]:
-    """A rank of the first stage and one of the last; without a pipeline all ranks are equal."""
-    return sorted({0, parallel_dims.size - parallel_dims.size // parallel_dims.pipeline})
 
 
 def _sum(parts: Sequence[tuple[StepEstimate, float]], parameters: int) -> StepEstimate:
@@ -99,8 +96,10 @@ def _step(config: Config, parallel_dims: ParallelDims, rank: int) -> StepEstimat
         first = StepEstimate(before.memory, before.sent[-1] - before.sent[0])
         last = StepEstimate(step.memory, total), 1 + further
         return _sum([(first, -further), last], step.memory.parameters)
-    for key, size in _repeated(step.sent[-1] - step.sent[2], parallel_dims).items() if further else ():
-        total[key] += int(further) * size
+    reduces_each = parallel_dims.is_sharded and parallel_dims.zero > 1
+    repeated = ("activations", "gather", "reduce") if reduces_each else ("activations", "gather")
+    for key, size in (step.sent[-1] - step.sent[2]).items() if further else ():
+        total[key] += int(further) * size if key[0] in repeated else 0
     return StepEstimate(step.memory, total)
 
 
@@ -113,10 +112,3 @@ def _simulated(parallel_dims: ParallelDims) -> tuple[int, int]:
     stages = parallel_dims.pipeline
     several = (3 * stages, 4 * stages) if parallel_dims.chunks > 1 else (stages + 1, stages + 2)
     return several if stages > 1 else (1, 2)
-
-
-def _repeated(after_first: Sent, parallel_dims: ParallelDims) -> Sent:
-    """What each micro-batch sends, of all that follows the first."""
-    reduces_each = parallel_dims.is_sharded and parallel_dims.zero > 1
-    repeated = ("activations", "gather", "reduce") if reduces_each else ("activations", "gather")
-    return Counter({key: size for key, size in after_first.items() if key[0] in repeated})

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
+from types import MethodType
 from typing import Any
 
 import torch
@@ -73,6 +74,9 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.phase = ""
         self.live, self.traffic = LiveBytes(device, allocation), CommCounter()
+        if self.live.is_on_meta:  # nothing is compiled, so no call needs torch's guard against its compiler
+            unguarded = inspect.unwrap(Recorder.__torch_dispatch__)
+            self.__torch_dispatch__ = MethodType(unguarded, self)  # type: ignore[method-assign]
         self.parts = defaultdict[str, Part](Part)
 
     def __torch_dispatch__(

@@ -6,6 +6,7 @@ processes runs here, and no formula can fall behind its code. Tensors are not ch
 `devices.imagine(gpu)` the step runs that GPU's kernels and native GEMMs.
 """
 
+import gc
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -83,6 +84,9 @@ def simulate_step(
     is_counted = count_on is not None
     recorder = Recorder(allocation=_GPU_ALLOCATION if is_counted else 1)
     with ExitStack() as stack:
+        if gc.isenabled():  # a full collection takes as long as hundreds of operations
+            gc.disable()
+            stack.callback(gc.enable)
         mesh = stack.enter_context(simulated_mesh(parallel_dims, rank))
         if is_counted:
             stack.enter_context(imagine(count_on, recorder.told))

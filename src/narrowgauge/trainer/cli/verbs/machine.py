@@ -65,7 +65,7 @@ def scaling(
 
     narrowgauge scaling --procs 1,2 --device cpu --seconds 5
     """
-    from narrowgauge.trainer.cluster.scaling.scaling import print_scaling, read_sizes
+    from narrowgauge.trainer.cluster.scaling.scaling import as_json, print_scaling, read_sizes
     from narrowgauge.trainer.cluster.scaling.scaling import scaling as measure
 
     if not 0 < seconds < math.inf:
@@ -75,7 +75,7 @@ def scaling(
     console.quiet = json
     result = measure(config, sizes, seconds, rounds, out, console)
     if json:
-        print(result.as_json(), end="")
+        print(as_json(result), end="")
         return
     print_scaling(result, console)
     say(f"figures: {out / 'scaling.json'}")

@@ -79,7 +79,9 @@ def ask_hub(seconds: float = 4.0) -> Hub:
         return hub._replace(outcome="offline")
     if not server or server.scheme not in ("http", "https"):
         return hub
-    address = proxy_for(server.scheme, server.hostname or "")
+    proxies = urllib.request.getproxies_environment()
+    bypass = urllib.request.proxy_bypass(hub.host)
+    address = "" if bypass else proxies.get(server.scheme) or proxies.get("all", "")
     proxy = _address(address, "http") if address else None
     if proxy:
         hub = hub._replace(proxy=proxy.geturl())
@@ -91,12 +93,6 @@ def ask_hub(seconds: float = 4.0) -> Hub:
     whole = _STAGES * seconds
     late = hub._replace(outcome="no answer", detail=f"no answer in {whole:.0f} s")
     return in_time(lambda: _ask(server, proxy, address, hub, seconds), whole, late)
-
-
-def proxy_for(scheme: str, host: str) -> str:
-    """The proxy that the environment sets for a host; "" for none."""
-    proxies = urllib.request.getproxies_environment()
-    return "" if urllib.request.proxy_bypass(host) else proxies.get(scheme) or proxies.get("all", "")
 
 
 def _address(text: str, scheme: str) -> SplitResult | None:

@@ -14,7 +14,7 @@ import re
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,6 @@ from narrowgauge.trainer.cluster.scaling.statistics import (
     against,
     bandwidth,
     compared,
-    have_same_cores,
     of_rounds,
     processes,
     verdict,
@@ -53,27 +52,18 @@ FILE = "scaling.json"
 _TITLES = {"strong": "strong: the same batch in all", "weak": "weak: the same batch for each process"}
 
 
-@dataclass(frozen=True)
-class Scaling:
-    """The result of a measurement; `facts` describes the model and the machine."""
-
-    facts: dict[str, Any]
-    rows: Sequence[Row]
-    all_reduce: Sequence[dict[str, float]]  # milliseconds, bytes a second
-    compared: str
-    verdict: str
-    warnings: Sequence[str]
-
-    def as_json(self) -> str:
-        """The text of scaling.json."""
-        rest = {**vars(self), "rows": [row.as_json() for row in self.rows]}
-        return json.dumps(rest.pop("facts") | rest, indent=2) + "\n"
+def as_json(found: Mapping[str, Any]) -> str:
+    """The text of scaling.json."""
+    return json.dumps({**found, "rows": [row.as_json() for row in found["rows"]]}, indent=2) + "\n"
 
 
 def scaling(
     config: Config, sizes: Sequence[int], seconds: float, rounds: int, out: Path, console: Console
-) -> Scaling:
+) -> dict[str, Any]:
     """Measure a configuration on each number of processes, and write OUT/scaling.json.
+
+    The result has the keys of the file: facts of the model and the machine, the measured rows (`Row`), those
+    of the all-reduce (bytes, milliseconds and bytes/s), and sentences about them.
 
     The configuration's `batch_size` is the total (strong) or per process (weak). `sizes` ascend. `seconds`
     are measured for each number and mode, without start and warm-up; the rounds share them.
@@ -91,7 +81,8 @@ def scaling(
     check_data(config, open_data(config.data.source, config.data.tokenizer, config.data.weights))
     rows, reduced = _rows(plans, seconds, rounds, console)
     cores, on_cpu = usable_cores(), device.type == "cpu"
-    facts = {
+    same_cores = on_cpu and len({min(cores, row.processes * row.threads) for row in rows}) == 1
+    found = {
         "model": config.model.name,
         "parameters": count_parameters(config.spec.model),
         "recipe": config.spec.recipe.name,
@@ -104,17 +95,14 @@ def scaling(
         "seconds": seconds,
         "rounds": rounds,
         "warmup_steps": WARMUP_STEPS,
+        "rows": rows,
+        "all_reduce": reduced,
+        "compared": compared(rows, cores, on_cpu, same_cores),
+        "verdict": verdict(rows, same_cores),
+        "warnings": warnings(rows, cores, on_cpu),
     }
-    result = Scaling(
-        facts,
-        rows,
-        reduced,
-        compared(rows, cores, on_cpu),
-        verdict(rows, same_cores=on_cpu and have_same_cores(rows, cores)),
-        warnings(rows, cores, on_cpu),
-    )
-    write_whole(out / FILE, result.as_json())
-    return result
+    write_whole(out / FILE, as_json(found))
+    return found
 
 
 def _rows(
@@ -213,26 +201,26 @@ def _threads(size: int) -> int:
     return int(setting) if setting.isdigit() and int(setting) else max(1, usable_cores() // size)
 
 
-def print_scaling(result: Scaling, console: Console) -> None:
+def print_scaling(found: Mapping[str, Any], console: Console) -> None:
     """Print the figures, the verdict and the warnings."""
-    f, say = result.facts, partial(console.print, highlight=False, markup=False)
-    star = "*" if f["backend"] == "emulated" else ""
+    say = partial(console.print, highlight=False, markup=False)
+    star = "*" if found["backend"] == "emulated" else ""
     say(
-        f"{f['model']}, {f['parameters']:,} parameters, recipe {f['recipe']} ({f['backend']}), "
-        f"sequences of {f['sequence_length']} tokens, {f['device']}"
+        f"{found['model']}, {found['parameters']:,} parameters, recipe {found['recipe']} "
+        f"({found['backend']}), sequences of {found['sequence_length']} tokens, {found['device']}"
     )
     for mode, title in _TITLES.items():
         table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-        rows = [_cells(row, star) for row in result.rows if row.mode == mode]
+        rows = [_cells(row, star) for row in found["rows"] if row.mode == mode]
         for column in rows[0]:
             table.add_column(column, justify="right")
         for row in rows:
             table.add_row(*row.values())
         say(f"\n{title}", style="bold")
         say(table)
-    say("", *_notes(result), sep="\n")
-    say(result.verdict, style="bold")
-    for warning in result.warnings:
+    say("", *_notes(found), sep="\n")
+    say(found["verdict"], style="bold")
+    for warning in found["warnings"]:
         say(f"WARNING {warning}", style="yellow")
 
 
@@ -253,21 +241,21 @@ def _cells(row: Row, star: str) -> dict[str, str]:
     }
 
 
-def _notes(result: Scaling) -> list[str]:
+def _notes(found: Mapping[str, Any]) -> list[str]:
     notes = [
         "batch: micro-batches of all processes x sequences of each; communication: the share of a step in "
         "which a process waits for the others, excluding what overlaps with computation",
-        result.compared,
+        found["compared"],
     ]
-    if result.facts["backend"] == "emulated":
+    if found["backend"] == "emulated":
         notes.append("* emulated arithmetic: not the speed of the format in hardware")
-    for one in result.all_reduce:
+    for one in found["all_reduce"]:
         notes.append(
             f"all-reduce of {human_bytes(one['bytes'])} over {one['processes']:.0f} processes: "
             f"{one['ms']:.1f} ms, "
             f"{one['algorithm_bandwidth'] / 1e9:.2f} GB/s (bus {one['bus_bandwidth'] / 1e9:.2f} GB/s)"
         )
-    fewest, *others = (row for row in result.rows if row.mode == "weak")
+    fewest, *others = (row for row in found["rows"] if row.mode == "weak")
     for row in others:
         when, tokens = "at no batch", row.break_even_tokens
         if tokens is not None:

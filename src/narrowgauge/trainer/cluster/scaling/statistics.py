@@ -139,7 +139,7 @@ def warnings(rows: Sequence[Row], cores: int, on_cpu: bool) -> list[str]:
     return messages
 
 
-def compared(rows: Sequence[Row], cores: int, on_cpu: bool) -> str:
+def compared(rows: Sequence[Row], cores: int, on_cpu: bool, same_cores: bool) -> str:
     """A sentence on what the speed-up compares: more hardware, or the same cores divided more finely."""
     strong = [row for row in rows if row.mode == "strong"]
     threads = ", ".join(f"{row.processes}: {row.threads}" for row in strong)
@@ -148,16 +148,11 @@ def compared(rows: Sequence[Row], cores: int, on_cpu: bool) -> str:
     )
     if not on_cpu:
         return f"each process has a GPU to itself; {threads_text}"
-    if have_same_cores(rows, cores):
+    if same_cores:
         return (
             f"{threads_text}: all use the same cores, so more processes are the same machine in more pieces"
         )
     return f"{threads_text}: more processes are more cores"
-
-
-def have_same_cores(rows: Sequence[Row], cores: int) -> bool:
-    """Whether all numbers of processes compute on the same number of cores."""
-    return len({min(cores, row.processes * row.threads) for row in rows}) == 1
 
 
 def verdict(rows: Sequence[Row], same_cores: bool) -> str:
