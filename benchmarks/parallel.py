@@ -199,7 +199,7 @@ def save(bench: Bench) -> Any:
             saver.save(place, trainer.step, trainer.local_tensors(), trainer.state(), 2, "benchmark")
 
         def at_once() -> None:
-            trainer.save(place, "benchmark", bench.coordinator.control)
+            trainer.plan_save(place, "benchmark", bench.coordinator.control).write()
 
         for turn in range(-1, bench.options.rounds):
             without, alone = bench.measure(step, every)

@@ -153,10 +153,10 @@ def goes_on(values, path, start, steps=2):
     restored = ""
     if start:
         trainer.restore(Path(start), dist.group.WORLD)
-        restored = trainer.save(Path(path) / "restored", "me", dist.group.WORLD)
+        restored = trainer.plan_save(Path(path) / "restored", "me", dist.group.WORLD).write()
     with trainer.batches(data.train) as batches:
         told = [trainer.train_step(batches) for _ in range(steps)]
     trainer.check_replicas()
-    saved = trainer.save(Path(path), "me", dist.group.WORLD)
+    saved = trainer.plan_save(Path(path), "me", dist.group.WORLD).write()
     sizes = {name: list(local_tensor(p).shape) for name, p in trainer.model.named_parameters()}
     return {"steps": told, "saved": str(saved), "restored": str(restored), "sizes": sizes}

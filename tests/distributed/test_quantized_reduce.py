@@ -99,12 +99,6 @@ def gradients_of(shapes, spread=4.0):
     ]
 
 
-def parts_of(flat, count):
-    """(rank, elements) of the equal parts of a flat tensor that ranks sum up."""
-    width = -(-len(flat) // count)
-    return [(d, slice(d * width, (d + 1) * width)) for d in range(count)]
-
-
 def scattered(casts, poison=None):
     """A buffer as FSDP lays it, against the oracle; (the columns of each cast, what was sent)."""
     casts = [make_cast(c) for c in casts]
@@ -144,16 +138,18 @@ def test_what_is_not_finite_anywhere_is_nan_everywhere(cast, poison):
     scattered([cast], poison)
 
 
-def assert_is_sum(found, every, cast):
+def assert_is_sum(found, every, cast, **tolerance):
     """A tensor that is reduced everywhere: the same on all ranks, and of each part what its rank sums up."""
     for other in everyone(found):
         equal(found, other)
-    found, flat = found.flatten(), [t.flatten() for t in every]
-    for d, part in parts_of(flat[0], len(flat)):
-        if cast.name == "fp32":
-            torch.testing.assert_close(found[part], sum(flat)[part])
+    found, flat, width = found.flatten(), [t.flatten() for t in every], -(-found.numel() // len(every))
+    for d in range(len(flat)):
+        part = slice(d * width, (d + 1) * width)
+        expected = (sum(flat) if cast.name == "fp32" else by_hand(flat, cast, d))[part]
+        if cast.name == "fp32" or tolerance:
+            torch.testing.assert_close(found[part], expected, **tolerance)
         else:
-            equal(found[part], by_hand(flat, cast, d)[part])
+            equal(found[part], expected)
 
 
 #: Of each number of ranks: the sums of steps in which all have one large gradient, and how many overflow.
@@ -252,14 +248,9 @@ def test_gradients_at_rest(grad, reduce):
         factors = () if g.prescale is None else (g.prescale.tensors["overflowed"],)
         for tensor in (*g.tensors.values(), *factors):
             assert all(torch.equal(tensor, other) for other in everyone(tensor))
-        if grad.element == reduce.element:
-            assert_is_sum(g.read(), of_all, reduce)
-            continue
-        flat = [t.flatten() for t in of_all]
-        for d, part in parts_of(flat[0], len(flat)):
-            spacing = 2.0**-grad.element.mantissa_bits
-            expected = by_hand(flat, reduce, d)[part]
-            torch.testing.assert_close(g.read().flatten()[part], expected, rtol=spacing, atol=1e-2)
+        spacing = 2.0**-grad.element.mantissa_bits
+        is_same = grad.element == reduce.element
+        assert_is_sum(g.read(), of_all, reduce, **({} if is_same else {"rtol": spacing, "atol": 1e-2}))
     padded = [math.prod(s) + -math.prod(s) % 3 for s in shapes]
     size = 2 if reduce.name == "bf16" else 1
     assert traffic.sent["reduce"] == 2 * 2 * size * sum(padded) // 3

@@ -70,7 +70,7 @@ def test_the_planned_space_of_a_checkpoint_is_that_of_its_files(tiny, tmp_path, 
     """Tied weights count once."""
     sizes = {"model.dim": 128, "model.kv_heads": 2, "recipe.name": "fp32"}
     trainer = Trainer.begin(make_config(tiny(sizes | changes)), torch.device("cpu"))
-    space, folder = trainer.plan_save(tmp_path, "me").space, trainer.save(tmp_path, "me")
+    space, folder = trainer.plan_save(tmp_path, "me").space, trainer.plan_save(tmp_path, "me").write()
     assert space.inodes == len(os.listdir(folder)) + 1
     size = sum(file.stat().st_size for file in folder.iterdir())
     assert size <= space.bytes <= size + space.inodes * 65536

@@ -104,7 +104,7 @@ def begun(tiny):
 @pytest.mark.parametrize("place", ["v", "m", "weight", "master", "grad"])
 def test_state_is_cast_again_and_the_rest_keeps_its_bits(begun, place, tmp_path):
     config, trainer, corpus = begun
-    path = trainer.save(tmp_path, "id")
+    path = trainer.plan_save(tmp_path, "id").write()
     before = load(path).tensors
     other = Trainer.begin(config, CPU)
     other.restore(path)
@@ -114,7 +114,7 @@ def test_state_is_cast_again_and_the_rest_keeps_its_bits(begun, place, tmp_path)
     kept = other.optimizer.moments(p) | dict(p.narrowgauge.by_place())
     assert place not in kept or kept[place].cast.name == "fp32"
     assert place != "weight" or p.dtype == torch.float32
-    saved = load(other.save(tmp_path / "raised", "id"))
+    saved = load(other.plan_save(tmp_path / "raised", "id").write())
     for group, named in before.items():
         for name, tensor in named.items():
             if not name.startswith("blocks.0.down"):
@@ -164,7 +164,7 @@ def test_what_a_checkpoint_had_lost_is_raised_from_an_older_one(train, look, mon
 def test_a_second_moment_that_underflowed_gets_the_bound_that_is_known_of_it(begun, tmp_path):
     config, trainer, _ = begun
     other = Trainer.begin(config, CPU)
-    other.restore(trainer.save(tmp_path, "id"))
+    other.restore(trainer.plan_save(tmp_path, "id").write())
     p = other.model.head.weight
     narrow = other.optimizer.moments(p)["v"]
     was, scale = narrow.read(), narrow.tensors["scales"].float()

@@ -7,20 +7,16 @@ from narrowgauge.system import files
 from narrowgauge.system.errors import UserError
 from narrowgauge.trainer.training import make_config
 from narrowgauge.trainer.training.config.diff import config_diff
-from narrowgauge.trainer.training.step.build_model import is_verified, note_verified
+from narrowgauge.trainer.training.step.build_model import note_verified, verified
 from narrowgauge.trainer.training.step.trainer import Trainer
 
 CPU = torch.device("cpu")
 
 
 def config_of(graph):
-    return make_config(
-        {
-            "model": {"name": "debug", "dim": 32, "layers": 1, "heads": 2, "kv_heads": 1, "ffn_dim": 32},
-            "data": {"sequence_length": 8},
-            "training": {"graph": graph, "device": "cpu"},
-        }
-    )
+    small = {"name": "debug", "dim": 32, "layers": 1, "heads": 2, "kv_heads": 1, "ffn_dim": 32}
+    training = {"graph": graph, "device": "cpu"}
+    return make_config({"model": small, "data": {"sequence_length": 8}, "training": training})
 
 
 def test_words_for_it_and_that_it_changes_no_digit():
@@ -40,14 +36,14 @@ def test_what_verify_found_holds_for_these_versions_and_sources(tmp_path, monkey
     source.parent.mkdir(parents=True)
     source.write_text("x = 1\n")
     monkeypatch.setattr(files, "__file__", str(source))
-    assert not is_verified(CPU)
+    assert not verified(CPU).is_file()
     note_verified(CPU, are_equal=True)
-    assert is_verified(CPU)
+    assert verified(CPU).is_file()
     source.write_text("x = 2\n")
-    assert not is_verified(CPU)
+    assert not verified(CPU).is_file()
     note_verified(CPU, are_equal=True)
     with monkeypatch.context() as patch:
         patch.setattr(torch, "__version__", "0.0")
-        assert not is_verified(CPU)
+        assert not verified(CPU).is_file()
     note_verified(CPU, are_equal=False)
-    assert not is_verified(CPU)
+    assert not verified(CPU).is_file()

@@ -73,7 +73,7 @@ def test_fp16_scales_its_loss_and_lowers_the_scale_where_it_overflows(begin, tmp
     hook.remove()
     assert trainer.guard.skips_in_a_row == 1
     assert trainer.scaler.get_scale() == scale / 2
-    assert load(trainer.save(tmp_path, "me")).state["loss_scaling"]["scale"] == scale / 2
+    assert load(trainer.plan_save(tmp_path, "me").write()).state["loss_scaling"]["scale"] == scale / 2
     assert bits(trainer) == before
     trainer.train_step(batches)
     assert trainer.guard.skips_in_a_row == 0

@@ -5,11 +5,13 @@ import math
 import pytest
 import torch
 
+from narrowgauge.quantization import ShardAxis, TensorShard, ensure_state, full_axis
 from narrowgauge.system.errors import UserError
 from narrowgauge.trainer.checkpoint import load
 from narrowgauge.trainer.data import Batch, prepare
 from narrowgauge.trainer.training import make_config
 from narrowgauge.trainer.training.step.build_model import model_of
+from narrowgauge.trainer.training.step.train_state import local_tensors_of
 from narrowgauge.trainer.training.step.trainer import Trainer
 from support.in_process import bits
 
@@ -41,7 +43,7 @@ def test_a_restored_state_goes_on_to_the_same_bits(tiny, corpus, tmp_path, chang
     for _ in range(3):
         one.train_step(one.batches(corpus.train))
     one.guard.skips_in_a_row = 7
-    path = one.save(tmp_path, "me")
+    path = one.plan_save(tmp_path, "me").write()
     other = begin(tiny, changes | {"log.every": 3})
     other.train_step(other.batches(corpus.train))  # a trainer in another state is restored to the same
     other.restore(path)
@@ -50,6 +52,17 @@ def test_a_restored_state_goes_on_to_the_same_bits(tiny, corpus, tmp_path, chang
         assert one.train_step(one.batches(corpus.train)) == other.train_step(other.batches(corpus.train))
     assert bits(one) == bits(other)
     assert (other.model.head.weight is other.model.embedding.weight) == (changes.keys() > GPT2.keys()), "tied"
+
+
+def test_a_last_shard_without_a_whole_block_has_the_place_of_its_scales_and_bytes():
+    """Rows 128 to 254, under blocks of 128 rows and with two codes a byte."""
+    p = torch.nn.Parameter(torch.zeros(127, 2))
+    ensure_state(p).shard = TensorShard((ShardAxis(255, ((128, 127),), (None,)), full_axis(2)))
+    stored = {
+        f"w.m.{name}": torch.zeros(rows, 2) for name, rows in (("x", 127), ("scales", 1), ("codes", 64))
+    }
+    slices = local_tensors_of({"optimizer": stored}, {"w": p})["optimizer"].values()
+    assert [(s.shape[0], s.offset[0]) for (s,) in slices] == [(255, 128), (2, 1), (128, 64)]
 
 
 def test_micro_batches_weigh_by_their_targets(tiny):
@@ -105,6 +118,6 @@ def test_a_step_says_how_the_experts_share_its_tokens(tiny, corpus):
     ],
 )
 def test_another_model_is_refused(tiny, corpus, tmp_path, changes, words):
-    checkpoint = load(begin(tiny).save(tmp_path, "me"))
+    checkpoint = load(begin(tiny).plan_save(tmp_path, "me").write())
     with pytest.raises(UserError, match=f"is of another model or recipe: {words}"):
         model_of(make_config(tiny(changes)), checkpoint, CPU)

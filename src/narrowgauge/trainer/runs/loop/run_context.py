@@ -73,7 +73,7 @@ class Checkpointer:
         directory, keep = self.directory.checkpoints, trainer.config.checkpoint.keep
         with self._recording_failure(trainer.step, must):
             if self._saver is None:
-                trainer.save(directory, run_id, self.coordinator.control)
+                trainer.plan_save(directory, run_id, self.coordinator.control).write()
             else:
                 local_tensors, state = trainer.local_tensors(), trainer.state()
                 self._saver.save(directory, trainer.step, local_tensors, state, keep, run_id)

@@ -64,7 +64,7 @@ def branch_run(trunk: Path, step: int | None, config: Config, out: Path) -> int:
             if is_settled(line, trainer.step):
                 new.record(line)
         new.record({**facts, "reason": f"from {recipes}{trunk}", "corpus": digest})
-        trainer.save(new.checkpoints, run_id_of(config, digest))
+        trainer.plan_save(new.checkpoints, run_id_of(config, digest)).write()
         reason = f"branched from {trunk} after step {trainer.step}; resume it with train"
         new.set_status("preempted", reason)
     return trainer.step

@@ -285,26 +285,21 @@ def _user_error(error: ValidationError) -> UserError:
     if first["type"] == "extra_forbidden":
         if len(first["loc"]) == 1:
             above = [e for e in error.errors() if e["type"] == first["type"] and len(e["loc"]) == 1]
-            return _unknown_section({str(e["loc"][0]): e["input"] for e in above})
+            found = {str(e["loc"][0]): e["input"] for e in above}
+            if of_recipe := [key for key in (*GROUPS, "rule", "compute", "title") if key in found]:
+                return UserError(
+                    f"{of_recipe[0]!r} stands where a configuration has sections; if the file is a recipe, "
+                    "name it by --recipe FILE, and else write its places below [recipe]"
+                )
+            if isinstance(first["input"], Mapping):
+                return unknown("section", where, Config.model_fields)
+            return outside(where, first["input"], config_keys())
         return unknown_key(where, config_keys())
     if where in _UNIONS:  # pydantic reports something else for each type of the union
         first |= {"type": "literal_error", "msg": f"input should be true, false or {_UNIONS[where]}"}
     rule = _RULES.get(first["type"]) or first["msg"][0].lower() + first["msg"][1:]
     see = f"see 'narrowgauge train --help {first['loc'][0]}'"
     return UserError(f"{where} = {first['input']!r}: {rule}; {see}")
-
-
-def _unknown_section(found: Mapping[str, object]) -> UserError:
-    """The error for names in the place of sections."""
-    name, value = next(iter(found.items()))
-    if of_recipe := [key for key in (*GROUPS, "rule", "compute", "title") if key in found]:
-        return UserError(
-            f"{of_recipe[0]!r} stands where a configuration has sections; if the file is a recipe, name it "
-            "by --recipe FILE, and else write its places below [recipe]"
-        )
-    if isinstance(value, Mapping):
-        return unknown("section", name, Config.model_fields)
-    return outside(name, value, config_keys())
 
 
 def fitting_sizes(batch_size: int, dims: ParallelDims) -> list[int]:

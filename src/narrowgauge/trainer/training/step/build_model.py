@@ -11,9 +11,10 @@ Whether a run repeats recorded micro-batches is chosen here as well (`training.g
 """
 
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,11 +83,8 @@ def build_optimizer(config: Config, model: torch.nn.Module) -> Optimizer:
     """The optimizer of a model before its first step."""
     o, groups, seed = config.optimizer, _groups(config.optimizer, model), config.spec.seed_of_rounding
     recipe = replace(config.spec.recipe, rules=())
-    optimizer: Optimizer
-    if o.name == "muon":
-        optimizer = Muon(groups, recipe, momentum=o.momentum, betas=o.betas, eps=o.eps, seed=seed)
-    else:
-        optimizer = AdamW(groups, recipe, betas=o.betas, eps=o.eps, seed=seed)
+    rules: dict[str, Callable[..., Optimizer]] = {"adamw": AdamW, "muon": partial(Muon, momentum=o.momentum)}
+    optimizer = rules[o.name](groups, recipe, betas=o.betas, eps=o.eps, seed=seed)
     if any(rule.state for rule in config.spec.recipe.rules):
         _follow_rules(optimizer, config.spec.recipe, model)
     return optimizer
@@ -145,27 +143,23 @@ def graphs_for(config: Config, engine: Engine) -> CudaGraphs | None:
             f"training.graph = true, but a graph cannot hold this run's micro-batches: {gap}; set "
             "--training.graph auto or false"
         )
-    if gap or (config.training.graph == "auto" and not is_verified(engine.device)):
+    if gap or (config.training.graph == "auto" and not verified(engine.device).is_file()):
         return None
     return CudaGraphs(engine.device)
 
 
-def is_verified(device: torch.device) -> bool:
-    """Whether `make gpu` has seen equal digits on this machine with these versions."""
-    return _entry(device).is_file()
+def verified(device: torch.device) -> Path:
+    """The file that is there if `make gpu` has seen equal digits on this machine with these versions."""
+    return cache_entry("graphs", *_facts(device).items())
 
 
 def note_verified(device: torch.device, are_equal: bool) -> None:
     """Note for later runs whether the digits were equal; a cache that cannot be written changes nothing."""
     if are_equal:
-        write_cached(_entry(device), _facts(device))
+        write_cached(verified(device), _facts(device))
         return
     with suppress(OSError):
-        _entry(device).unlink(missing_ok=True)
-
-
-def _entry(device: torch.device) -> Path:
-    return cache_entry("graphs", *_facts(device).items())
+        verified(device).unlink(missing_ok=True)
 
 
 def _facts(device: torch.device) -> Mapping[str, str]:

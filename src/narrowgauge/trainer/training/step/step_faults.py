@@ -36,7 +36,7 @@ import torch
 from narrowgauge.nn import Observation, Stepped
 from narrowgauge.quantization import gradient_of
 from narrowgauge.system.errors import Failed
-from narrowgauge.trainer.checkpoint import LocalTensors, is_finite
+from narrowgauge.trainer.checkpoint import is_finite
 
 _BEFORE_CAST = "finite before it became"
 _OF_STATE = "state of the"
@@ -206,16 +206,6 @@ def fingerprint(groups: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, i
         return {}
     device = max(sums.values(), key=lambda value: value.is_cuda).device  # others may be in the host's memory
     return dict(zip(sums, torch.stack([value.to(device) for value in sums.values()]).tolist(), strict=True))
-
-
-def fingerprint_local(groups: LocalTensors) -> dict[str, int]:
-    """The fingerprint of local slices; slices with equal names are equal slices of the same tensor."""
-    return fingerprint(
-        {
-            group: {f"{name} from {s.offset}": s.tensor for name, slices in named.items() for s in slices}
-            for group, named in groups.items()
-        }
-    )
 
 
 def step_fingerprint(loss: torch.Tensor, names: Mapping[torch.Tensor, str]) -> dict[str, int]:

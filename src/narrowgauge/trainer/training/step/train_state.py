@@ -23,9 +23,7 @@ gradients.
 from collections.abc import Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass
-from fractions import Fraction
 from itertools import product
-from math import ceil
 from pathlib import Path
 
 import torch
@@ -59,7 +57,7 @@ from narrowgauge.trainer.distributed import Engine
 from narrowgauge.trainer.models import Transformer
 from narrowgauge.trainer.training.config.config import Config
 from narrowgauge.trainer.training.step.build_model import go_to
-from narrowgauge.trainer.training.step.step_faults import fingerprint_local, require_same_replicas
+from narrowgauge.trainer.training.step.step_faults import fingerprint, require_same_replicas
 
 _CPU = torch.device("cpu")
 
@@ -113,16 +111,16 @@ class TrainState:
         """
         if self.engine.mesh.is_alone:
             return
-        require_same_replicas(self.engine.gather(fingerprint_local(self.local_tensors())), self.step)
+        local = {  # slices with equal names are equal slices of the same tensor
+            group: {f"{name} from {s.offset}": s.tensor for name, slices in named.items() for s in slices}
+            for group, named in self.local_tensors().items()
+        }
+        require_same_replicas(self.engine.gather(fingerprint(local)), self.step)
 
     def plan_save(self, checkpoints: Path, run_id: str, group: dist.ProcessGroup | None = None) -> SavePlan:
         """Plan a checkpoint of the state after `step` steps; all processes of `group` together."""
         tensors, state, keep = self.local_tensors(), self.state(), self.config.checkpoint.keep
         return plan_save(checkpoints, self.step, tensors, state, keep, run_id, group)
-
-    def save(self, checkpoints: Path, run_id: str, group: dist.ProcessGroup | None = None) -> Path:
-        """Publish the state after `step` steps; raises the errors of `checkpoint.SavePlan.write`."""
-        return self.plan_save(checkpoints, run_id, group).write()
 
     def fill(self, path: Path, group: dist.ProcessGroup | None) -> None:
         """Fill the state from a checkpoint made under the recipe of the model."""
@@ -183,12 +181,12 @@ def _segments(axis: ShardAxis) -> Iterator[tuple[int, int, int]]:
 
 
 def _stored_axis(axis: ShardAxis, stored: int) -> ShardAxis:
-    """An axis in units of the stored tensor: packed bytes, or scales of blocks."""
-    if not axis.groups or stored == axis.length:
-        return axis if axis.groups else full_axis(stored)
-    ratio = Fraction(axis.length, stored)  # elements of a stored unit
-    segments = tuple((int(start / ratio), ceil(length / ratio)) for start, length in axis.segments)
-    return ShardAxis(ceil(axis.size / ratio), segments, axis.groups)
+    """An axis in units of the stored tensor: packed bytes, or scales of blocks; the last may be short."""
+    if not axis.groups:
+        return full_axis(stored)
+    least = max(1, -(-axis.length // max(1, stored)))
+    units = (n for n in range(least, axis.size + 1) if axis.is_aligned_to(n))
+    return axis.in_blocks(next((n for n in units if axis.in_blocks(n).length == stored), least))
 
 
 @dataclass(frozen=True)

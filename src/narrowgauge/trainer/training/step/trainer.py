@@ -79,11 +79,10 @@ class Trainer(TrainState):
             number_parameters(config, model)
         engine = Engine(model, mesh, device, modules)
         optimizer, guard = build_optimizer(config, model), Guard(config.guard.rules())
-        trainer = cls(config, device, model, optimizer, engine, guard)
-        trainer.engine.attach(trainer.optimizer)
+        trainer = cls(config, device, model, optimizer, engine, guard, in_force=config)
+        engine.attach(optimizer)
         if (recorder := graphs_for(config, engine)) is not None:
             engine.record_graphs(recorder)
-        trainer.in_force = config
         return trainer
 
     def restore(self, path: Path, group: dist.ProcessGroup | None = None) -> None:
@@ -243,8 +242,7 @@ class Trainer(TrainState):
         def scale(loss: torch.Tensor) -> torch.Tensor:
             return self.scaler.scale(loss) if self.scaler else loss
 
-        is_watched = observer is not None
-        total = self.engine.accumulate(micro_batches, begin, scale, after_forward, is_watched)
+        total = self.engine.accumulate(micro_batches, begin, scale, after_forward, observer is not None)
         self.engine.finish_backward()
         return total
 
