@@ -1,25 +1,15 @@
-"""Groups of parameters: their weight decay, learning rate and algorithm.
-
-The learning rate is a pure function of the step:
-
-    warm-up    lr * step / warmup_steps                              steps 1 .. warmup_steps
-    cosine     half a cosine from lr to final, over the rest
-    linear     a straight line from lr to final, over the rest
-    wsd        lr until the last `decay_fraction` of all steps, then a line to final (arXiv 2404.06395)
-    constant   lr
-"""
+"""Groups of parameters: their weight decay, learning rate and algorithm."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from narrowgauge.quantization import state_of
 from narrowgauge.system.errors import UserError, checked, require, unknown
 
-ScheduleKind = Literal["cosine", "linear", "wsd", "constant"]
 OPTIONS = ("weight_decay", "lr_factor")
 # What an option of a group must be below; none is negative.
 _BELOW = dict.fromkeys(("lr", "lr_factor", "weight_decay", "eps"), math.inf) | {"momentum": 1.0, "betas": 1.0}
@@ -69,49 +59,6 @@ def parameter_groups(
         group_key = (*options.values(), algorithm)
         groups.setdefault(group_key, {"params": [], **options, "algorithm": algorithm})["params"].append(p)
     return list(groups.values())
-
-
-def learning_rate(
-    step: int,
-    *,
-    lr: float,
-    steps: int,
-    kind: ScheduleKind,
-    warmup_steps: int,
-    final_lr_fraction: float,
-    decay_fraction: float,
-) -> float:
-    """The learning rate of optimizer step `step` (1 .. steps).
-
-    Args:
-        step: The step about to be taken; the first is 1.
-        lr: The peak.
-        steps: The number of steps of the run.
-        kind: One of `ScheduleKind`.
-        warmup_steps: The length of the linear rise, in steps.
-        final_lr_fraction: The final rate as a share of the peak.
-        decay_fraction: For "wsd", the share of all steps over which the rate falls.
-    """
-    if step <= warmup_steps:
-        return lr * (step / warmup_steps)  # in this order, the last step of warm-up gets exactly lr
-    start = _last_at_peak(steps, kind, warmup_steps, decay_fraction)
-    if kind == "constant" or step <= start:
-        return lr
-    progress = min((step - start) / max(steps - start, 1), 1.0)
-    fall = (1 - math.cos(math.pi * progress)) / 2 if kind == "cosine" else progress
-    return lr * (1 - fall * (1 - final_lr_fraction))
-
-
-def decay_start(*, steps: int, kind: ScheduleKind, warmup_steps: int, decay_fraction: float) -> int | None:
-    """The first step at which the learning rate falls, None for "constant"; see `learning_rate`."""
-    if kind == "constant":
-        return None
-    return _last_at_peak(steps, kind, warmup_steps, decay_fraction) + 1
-
-
-def _last_at_peak(steps: int, kind: ScheduleKind, warmup_steps: int, decay_fraction: float) -> int:
-    """The last step before the rate falls."""
-    return warmup_steps if kind != "wsd" else max(warmup_steps, steps - round(steps * decay_fraction))
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
