@@ -369,7 +369,7 @@ def _known(engine: ModuleType, s: Split) -> Split:
     if s.blocks.is_one or context.shard is not None or has_outer or is_given:
         amax = context.global_amax(engine.amax(s.x, s.blocks), cast, s.axis)
     if has_outer and amax is not None:
-        finite = torch.where(amax < torch.inf, amax, 0.0)
+        finite = amax.nan_to_num(0.0, 0.0)  # no block that is not finite counts
         over = (
             context.row_amax(finite, s.blocks, s.axis, cast)
             if cast.has_row_scales
