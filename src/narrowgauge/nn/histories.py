@@ -114,7 +114,7 @@ class HeldAmax(AmaxHistory):
     @torch.no_grad()
     def end_step(self) -> None:
         """Hold the step's amax if this is the measuring step; no branch depends on a value."""
-        has_amax = self.amax > 0  # else there was no tensor, or only zeros
+        has_amax = self.amax > 0  # 0: the step had no such tensor, or one of zeros
         self.held.copy_(torch.where(has_amax & (self.age == 0), self.amax, self.held))
         self.age.copy_(torch.where(has_amax, (self.age + 1) % self.cast.refresh, self.age))
         self.amax.zero_()
@@ -169,7 +169,7 @@ def end_steps(histories: Iterable[History]) -> None:
     for group in alike.values():
         entries, scales, amaxes = ([getattr(h, name) for h in group] for name in ("entries", "scale", "amax"))
         cast, amax_N, entries_NL, scale_N = group[0].cast, *map(torch.stack, (amaxes, entries, scales))
-        has_amax_N = amax_N > 0  # else there was no tensor, or only zeros
+        has_amax_N = amax_N > 0  # 0: the step had no such tensor, or one of zeros
         shifted_NL = torch.cat((entries_NL[:, 1:], amax_N[:, None]), 1)
         entries_NL = torch.where(has_amax_N[:, None], shifted_NL, entries_NL)
         largest_N = entries_NL.amax(1) if cast.history_algorithm == "max" else entries_NL[:, -1]

@@ -7,7 +7,7 @@ from narrowgauge.system import files
 from narrowgauge.system.errors import UserError
 from narrowgauge.trainer.training import make_config
 from narrowgauge.trainer.training.config.diff import config_diff
-from narrowgauge.trainer.training.step.build_model import note_verified, verified
+from narrowgauge.trainer.training.step.build_model import note_verified, verification_file
 from narrowgauge.trainer.training.step.trainer import Trainer
 
 CPU = torch.device("cpu")
@@ -36,14 +36,14 @@ def test_what_verify_found_holds_for_these_versions_and_sources(tmp_path, monkey
     source.parent.mkdir(parents=True)
     source.write_text("x = 1\n")
     monkeypatch.setattr(files, "__file__", str(source))
-    assert not verified(CPU).is_file()
+    assert not verification_file(CPU).is_file()
     note_verified(CPU, are_equal=True)
-    assert verified(CPU).is_file()
+    assert verification_file(CPU).is_file()
     source.write_text("x = 2\n")
-    assert not verified(CPU).is_file()
+    assert not verification_file(CPU).is_file()
     note_verified(CPU, are_equal=True)
     with monkeypatch.context() as patch:
         patch.setattr(torch, "__version__", "0.0")
-        assert not verified(CPU).is_file()
+        assert not verification_file(CPU).is_file()
     note_verified(CPU, are_equal=False)
-    assert not verified(CPU).is_file()
+    assert not verification_file(CPU).is_file()

@@ -97,7 +97,7 @@ def search(
         The recipe, its predicted cost, and its baselines.
 
     Raises:
-        UserError: The budget cannot be met, a name is unknown, or there is no checkpoint to fork from.
+        UserError: No recipe meets the budget, a name is unknown, or the run has no checkpoint to fork from.
     """
     casts, path, file = _casts(formats), Path(run), Path(out)
     forks, limit = analysis.Forks(fork_steps, fork_seeds), analysis.flops_budget(casts, budget)

@@ -72,7 +72,7 @@ def system(facts: Facts) -> Verdict:
         )
     if facts.system != "Linux":
         if facts.torch_error and facts.machine != "arm64":
-            return miss(found, "use Linux, or a Mac with an Apple processor: there is no torch for others")
+            return miss(found, "use Linux or an Apple-silicon Mac; torch has no builds for Intel Macs")
         return warn(f"{found}: narrowgauge was written and tested on Linux", "use Linux for runs that matter")
     found += f", glibc {dotted(facts.glibc)}" if facts.glibc else ", a C library other than glibc"
     if facts.torch_error and facts.machine not in ("x86_64", "aarch64"):

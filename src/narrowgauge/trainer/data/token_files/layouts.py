@@ -122,7 +122,7 @@ def open_tokens(path: Path) -> OpenFile | None:
         ids = open_token_file(path)
         return OpenFile(path, layout, ids, boundary_first=True, vocabulary=vocabulary)
     if head.startswith(_LLMQ):
-        raise unfit(path, "it is llmq's, a layout that is no longer read", "save its ids with numpy.save")
+        raise unfit(path, "it is llmq's, which narrowgauge does not read", "save its ids with numpy.save")
     if head.startswith(_NUMPY):
         return _numpy_array(path)
     if (index := path.with_suffix(".idx")).is_file():

@@ -37,8 +37,8 @@ MOST_TOKENS = 2**31 - 1  # the count is an int32
 SHARD_TOKENS = 100_000_000
 _CHUNK = 1 << 22  # tokens checked at once
 
-# The first bytes of what is no token file: the archive in which `torch.save` puts a pickle, and a pickle of
-# protocol 2 or later, which begins with its PROTO opcode (source: Python's `pickletools`).
+# Magic bytes of files that are refused: the zip archive that `torch.save` writes, and a pickle of protocol 2
+# or later, which starts with the PROTO opcode (source: Python's `pickletools`).
 ZIP = b"PK\x03\x04"
 PICKLE = tuple(bytes([0x80, protocol]) for protocol in (2, 3, 4, 5))
 

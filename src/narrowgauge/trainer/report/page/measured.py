@@ -94,7 +94,7 @@ def noisiest(reading: Reading, most: int) -> list[str]:
     worst: dict[str, float] = {}
     for (layer, _), line in reading.items():
         decibels = as_float(line.get("sqnr_db"))
-        worst[layer] = min(worst.get(layer, math.inf), decibels if decibels == decibels else math.inf)
+        worst[layer] = min(worst.get(layer, math.inf), math.inf if math.isnan(decibels) else decibels)
     kept = set(sorted(worst, key=lambda layer: worst[layer])[:most])
     return [layer for layer in worst if layer in kept]
 
@@ -224,7 +224,7 @@ def _cell(line: Mapping[str, Any] | None) -> str:
     decibels, underflow = as_float(line.get("sqnr_db")), as_float(line.get("underflow"))
     if as_float(line.get("nonfinite")) > 0:
         return "not finite"
-    if not (decibels == decibels or underflow > 0):  # NaN: there is no noise
+    if math.isnan(decibels) and not underflow > 0:  # the cast added no noise
         return ""
     lost = f"{100 * underflow:.1f} %" if underflow >= 0.0005 else "<0.1 %"
     return f"{decibels:.1f} dB" + (f", {lost}" if underflow > 0 else "")

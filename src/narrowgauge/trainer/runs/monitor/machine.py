@@ -30,8 +30,8 @@ keeps its choices on any CPU, and why all ranks share them.
 peak. A measurement of milliseconds depends on what else the machine does at that moment. So the fastest
 matmul is repeated until the three fastest tries agree, and the result is kept in the cache
 (`NARROWGAUGE_CACHE`): later runs on this machine with the same device, number of threads and torch use it. If
-the tries do not agree, there is no yardstick and no MFU: a figure that could change by half a minute later is
-worse than none. On a CPU the yardstick is the faster of float32 and bfloat16 for every recipe: which one is
+the tries do not agree, the run reports no MFU: a figure that may change within half a minute is worse than
+none. On a CPU the yardstick is the faster of float32 and bfloat16 for every recipe: which one is
 faster depends on the processor, and a machine has one peak. On a GPU it is that of the recipe's dtype.
 """
 

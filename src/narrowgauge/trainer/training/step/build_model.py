@@ -143,12 +143,12 @@ def graphs_for(config: Config, engine: Engine) -> CudaGraphs | None:
             f"training.graph = true, but a graph cannot hold this run's micro-batches: {gap}; set "
             "--training.graph auto or false"
         )
-    if gap or (config.training.graph == "auto" and not verified(engine.device).is_file()):
+    if gap or (config.training.graph == "auto" and not verification_file(engine.device).is_file()):
         return None
     return CudaGraphs(engine.device)
 
 
-def verified(device: torch.device) -> Path:
+def verification_file(device: torch.device) -> Path:
     """The file that is there if `make gpu` has seen equal digits on this machine with these versions."""
     return cache_entry("graphs", *_facts(device).items())
 
@@ -156,10 +156,10 @@ def verified(device: torch.device) -> Path:
 def note_verified(device: torch.device, are_equal: bool) -> None:
     """Note for later runs whether the digits were equal; a cache that cannot be written changes nothing."""
     if are_equal:
-        write_cached(verified(device), _facts(device))
+        write_cached(verification_file(device), _facts(device))
         return
     with suppress(OSError):
-        verified(device).unlink(missing_ok=True)
+        verification_file(device).unlink(missing_ok=True)
 
 
 def _facts(device: torch.device) -> Mapping[str, str]:
