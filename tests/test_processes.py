@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from narrowgauge.system.processes import Answering, Programs
+from narrowgauge.system.processes import Programs, Worker
 from support.fault_jobs import alive
 
 
@@ -34,7 +34,7 @@ def broken():
 
 @pytest.fixture
 def process():
-    process = Answering(adding, 2)
+    process = Worker(adding, 2)
     yield process
     process.end()
 
@@ -52,7 +52,7 @@ def test_the_end_of_a_process_is_an_error_and_so_is_what_it_raises(process):
     for _ in range(2):
         with pytest.raises(RuntimeError, match="its process was killed, or crashed"):
             process.ask("end")
-    in_the_preparation = Answering(broken)
+    in_the_preparation = Worker(broken)
     with pytest.raises(LookupError, match="nothing to prepare"):
         in_the_preparation.ask(1)
     in_the_preparation.end()
@@ -76,10 +76,10 @@ def test_programs_end_with_the_block():
 
 PARENT = """
 import sys, time
-from narrowgauge.system.processes import Answering
+from narrowgauge.system.processes import Worker
 from test_processes import adding
 if __name__ == "__main__":
-    process = Answering(adding, 2)
+    process = Worker(adding, 2)
     print(process.ask("pid"), flush=True)
     process.ask("busy")
 """

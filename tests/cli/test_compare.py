@@ -94,7 +94,7 @@ def test_asked_to_stop_the_run_inside_saves(narrowgauge, compare, look, tmp_path
     ended = process.wait()
     assert ended.code == 75, ended.err
     (stop,) = run.events("stop")
-    sentence = f"stopped by {number.name} after step {stop['step']}; the same line continues"
+    sentence = f"stopped by {number.name} after step {stop['step']}; rerun the same command to resume"
     assert f"bf16: narrowgauge: {sentence}\n" in ended.out
     assert run.status["status"] == "preempted"
     assert not (tmp_path / "both" / "fp8").exists()
@@ -109,7 +109,7 @@ def test_the_same_line_continues_a_comparison_that_stopped_or_was_killed(
     bf16, fp8 = look(tmp_path / "both" / "bf16"), look(tmp_path / "both" / "fp8")
     process = narrowgauge.start(*words).until(bf16.has_step(1))
     process.child.send(signal.SIGKILL)
-    refused(process.wait(), "the run 'bf16' was killed by SIGKILL; the same line continues", code=1)
+    refused(process.wait(), "the run 'bf16' was killed by SIGKILL; rerun the same command to resume", code=1)
     assert narrowgauge.start(*words).send_when(fp8.has_step(3), signal.SIGTERM).code == 75
     ended = narrowgauge(*words)
     assert ended.code == 0, ended.err

@@ -29,7 +29,7 @@ def while_importing():
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT], ids=lambda n: n.name)
 def test_a_run_that_is_asked_in_its_first_second_ends_with_75(while_importing, line, tmp_path, number):
     ended = while_importing(*line(), "--out", str(tmp_path / "run"), number=number)
-    said = f"narrowgauge: stopped by {number.name} before a step was done; the same line continues\n"
+    said = f"narrowgauge: stopped by {number.name} before a step was done; rerun the same command to resume\n"
     assert ended == (75, said)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 

@@ -27,7 +27,7 @@ def test_asked_to_stop_it_saves_once_and_the_same_line_continues(runs, out, numb
     assert set(ended.codes) == {75}, ended.err
     (step,) = steps(out / "checkpoints")
     assert 4 <= step < 30
-    said = f"narrowgauge: stopped by {number.name} after step {step}; the same line continues\n"
+    said = f"narrowgauge: stopped by {number.name} after step {step}; rerun the same command to resume\n"
     assert set(ended.err.splitlines(keepends=True)) == {said}
     assert look.status["status"] == "preempted"
     assert number.name in look.status["reason"]

@@ -10,7 +10,7 @@ from narrowgauge.forecast.curve import CURVES, Power, Shares
 from narrowgauge.forecast.fit import NOISE_PRIOR, SCATTER_PRIOR, fit_law, fit_laws
 from narrowgauge.forecast.law import GROUPS, KNOT, TAILS, row_of
 from narrowgauge.forecast.setting import BACKWARD, FORWARD, NEW, Hint, Observed, Part, Setting
-from narrowgauge.forecast.support import extrapolation, kin_of, refusal
+from narrowgauge.forecast.support import extrapolation, refusal, similar_to
 
 NOISE = {"fine": 0.015, "middle": 0.025, "coarse": 0.036}
 SIZES = (3e7, 5e7, 1e8, 2e8)
@@ -151,7 +151,7 @@ def test_a_break_at_large_sizes_is_covered_once_seen_and_refused_far_beyond(fact
     low, high = fit_laws([*points, *seen]).predict(far).interval()
     assert low <= kappa * factor <= high
     beyond = setting("fine", 1e11, 1e13, sides=("fprop",))
-    assert "times beyond the runs" in str(refusal(beyond, kin_of(beyond.parts, points), ""))
+    assert "times beyond the runs" in str(refusal(beyond, similar_to(beyond.parts, points), ""))
 
 
 def test_intervals_widen_with_the_distance_from_the_points():
@@ -188,10 +188,10 @@ def test_probability_and_interval_agree():
 def test_support_is_the_range_of_points_whose_same_pass_is_narrow():
     points = synthetic(np.random.default_rng(9), 0.17)
     inside = setting("fine", 1e8, 1e10)
-    assert extrapolation(inside, kin_of(inside.parts, points)).params == 1.0
+    assert extrapolation(inside, similar_to(inside.parts, points)).params == 1.0
     far = extrapolation(setting("fine", 4e8, 4e8 * 1000), points)
     assert (far.params, far.tokens_per_param) == (pytest.approx(2.0), pytest.approx(2.5))
     backward = setting("fine", 1e8, 1e10, sides=("dgrad",))
-    assert "no point of the atlas resembles" in str(refusal(backward, kin_of(backward.parts, points), ""))
+    assert "no point of the atlas resembles" in str(refusal(backward, similar_to(backward.parts, points), ""))
     coarse = Setting("coarse!", (Part("fprop", "x", 0.5),), 1e8, 1e10)
-    assert "times the noise" in str(refusal(coarse, kin_of(coarse.parts, points), ""))
+    assert "times the noise" in str(refusal(coarse, similar_to(coarse.parts, points), ""))

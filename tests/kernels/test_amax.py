@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from narrowgauge.kernels import amax as amax_room
-from narrowgauge.kernels.amax import _NUMBERS, attach_amax, begin_amaxes, new_amax
+from narrowgauge.kernels.amax import _ZEROS_PER_LAUNCH, attach_amax, begin_amaxes, new_amax
 from narrowgauge.kernels.cast import attached_amax
 
 CPU = torch.device("cpu")
@@ -14,13 +14,13 @@ CPU = torch.device("cpu")
 def test_every_tensor_has_a_number_of_its_own_that_begins_as_zero(begins):
     """Also beyond what one launch computes, whatever was written to the others."""
     taken = []
-    for i in range(_NUMBERS + 7):
+    for i in range(_ZEROS_PER_LAUNCH + 7):
         if begins and i % 100 == 0:
             begin_amaxes()
         amax = new_amax(CPU)
         assert (amax.ndim, amax.item(), amax.data_ptr() % 16) == (0, 0.0, 0)
         taken.append(amax.fill_(i))
-    assert [int(amax) for amax in taken] == list(range(_NUMBERS + 7))
+    assert [int(amax) for amax in taken] == list(range(_ZEROS_PER_LAUNCH + 7))
 
 
 def test_a_number_that_was_made_in_inference_is_one_for_training():

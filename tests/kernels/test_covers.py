@@ -38,13 +38,13 @@ class Launches(Recorder):
 
     def told(self, work):
         if work.name.startswith("triton"):
-            constants = [n for n in work.numbers if isinstance(n, tuple)]
+            constants = [n for n in work.scalars if isinstance(n, tuple)]
             self.found.add((work.name, tuple((name, switches_in(value)) for name, value in constants)))
 
 
 def launches_of(gpu, run):
     recorder = Launches()
-    with imagine(named_device(gpu), recorder.told), recorder:
+    with imagine(named_device(gpu), recorder.on_launch), recorder:
         run()
     return recorder.found
 

@@ -50,7 +50,7 @@ def test_bytes_are_what_kernels_read_and_write():
 
 def test_waits_of_the_host_are_found():
     recorder = Recorder()
-    with imagine(named_device("h200"), recorder.told), recorder.watching():
+    with imagine(named_device("h200"), recorder.on_launch), recorder.watching():
         recorder.phase = "here"
         x = torch.ones(4, device=META)
         assert x.sum().item() == 1.0

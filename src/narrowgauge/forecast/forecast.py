@@ -23,7 +23,7 @@ from narrowgauge.forecast.law import Predicted
 from narrowgauge.forecast.parts import Described, described, observations
 from narrowgauge.forecast.published import loss_of, published_laws, tokens_for
 from narrowgauge.forecast.setting import FORWARD, NEW, Observed, Setting
-from narrowgauge.forecast.support import Extrapolation, extrapolation, kin_of, nearest, refusal
+from narrowgauge.forecast.support import Extrapolation, extrapolation, nearest, refusal, similar_to
 from narrowgauge.recipes import Recipe
 from narrowgauge.system.t_interval import Interval
 
@@ -157,8 +157,8 @@ class Forecaster:
         of_recipe = described(recipe)
         known_as = self._known_as(name or recipe.name, of_recipe)
         setting = of_recipe.setting(known_as, params, tokens, tail, family)
-        kin = kin_of(setting.parts, self.observed)
-        refused = refusal(setting, kin, of_recipe.beyond)
+        similar = similar_to(setting.parts, self.observed)
+        refused = refusal(setting, similar, of_recipe.beyond)
         predicted = None if refused else self.law.predict(setting)
         gap = None if predicted is None else _interval(predicted)
         kappa = None if predicted is None else _interval(self.law.kappa(setting), noise=False)
@@ -169,11 +169,11 @@ class Forecaster:
             gap_percent=gap,
             gap_nats=_scaled(gap, loss_of(params, tokens) / 100),
             extra_tokens_percent=None if gap is None else extra_tokens(params, tokens, gap),
-            extrapolation=extrapolation(setting, kin) if setting.parts else Extrapolation(1.0, 1.0),
+            extrapolation=extrapolation(setting, similar) if setting.parts else Extrapolation(1.0, 1.0),
             kappa=kappa,
-            points=len(kin),
-            own_points=sum(one.setting.recipe == setting.recipe for one in kin),
-            nearest=self._nearest(setting, kin),
+            points=len(similar),
+            own_points=sum(one.setting.recipe == setting.recipe for one in similar),
+            nearest=self._nearest(setting, similar),
             published=published_laws(recipe, params, tokens),
             divergence=divergence(of_recipe, setting, recipe),
             refused=refused,
@@ -189,11 +189,11 @@ class Forecaster:
         is_same = (known.parts, known.beyond) == (of_recipe.parts, of_recipe.beyond)
         return name if is_same else f"{name}-changed"
 
-    def _nearest(self, setting: Setting, kin: Sequence[Observed]) -> tuple[Near, ...]:
+    def _nearest(self, setting: Setting, similar: Sequence[Observed]) -> tuple[Near, ...]:
         places = {id(one): point for one, point in zip(self.observed, self.atlas.points, strict=False)}
         found = []
-        for number in nearest(setting, kin, _NEAREST):
-            one, s = kin[number], kin[number].setting
+        for number in nearest(setting, similar, _NEAREST):
+            one, s = similar[number], similar[number].setting
             point = places.get(id(one))
             source, locator = (point.source, point.locator) if point else (OWN, "")
             found.append(Near(s.recipe, s.params, s.tokens, one.gap, source, locator))

@@ -25,46 +25,46 @@ class Extrapolation:
     tokens_per_param: float
 
 
-def kin_of(parts: Sequence[Part], observed: Sequence[Observed]) -> list[Observed]:
+def similar_to(parts: Sequence[Part], observed: Sequence[Observed]) -> list[Observed]:
     """The points that resemble a recipe of these parts."""
     is_forward = _has_forward(parts)
     return [one for one in observed if one.setting.parts and _has_forward(one.setting.parts) == is_forward]
 
 
-def extrapolation(setting: Setting, kin: Sequence[Observed]) -> Extrapolation:
-    """How far a setting lies beyond its kin."""
-    sizes = [one.setting.params for one in kin]
-    lengths = [one.setting.tokens_per_param for one in kin]
+def extrapolation(setting: Setting, similar: Sequence[Observed]) -> Extrapolation:
+    """How far a setting lies beyond the points that resemble it."""
+    sizes = [one.setting.params for one in similar]
+    lengths = [one.setting.tokens_per_param for one in similar]
     return Extrapolation(_beyond(setting.params, sizes), _beyond(setting.tokens_per_param, lengths))
 
 
-def refusal(setting: Setting, kin: Sequence[Observed], beyond: str) -> str | None:
+def refusal(setting: Setting, similar: Sequence[Observed], beyond: str) -> str | None:
     """Why a setting cannot be forecast, in a sentence; None if it can.
 
     Args:
         setting: The setting.
-        kin: The points that resemble its recipe.
+        similar: The points that resemble its recipe.
         beyond: What the recipe narrows that the law does not describe.
     """
     name = setting.recipe
-    if beyond and not any(one.setting.recipe == name for one in kin):
+    if beyond and not any(one.setting.recipe == name for one in similar):
         return (
             f"{name} has {beyond}, of which no published run shows the cost at several sizes; measure "
             f"it with narrowgauge compare --recipes bf16,{name}"
         )
     if not setting.parts:
         return None
-    if not kin:
+    if not similar:
         return (
             f"no point of the atlas resembles {name}; name an atlas with more points, or your runs by --runs"
         )
-    if coarse := _coarser(setting, kin):
+    if coarse := _coarser(setting, similar):
         return coarse
     for of, words, most, show in (
         ("params", "parameters", MOST_PARAMS, human_count),
         ("tokens_per_param", "tokens per parameter", MOST_LENGTH, "{:,.3g}".format),
     ):
-        here, known = getattr(setting, of), [getattr(one.setting, of) for one in kin]
+        here, known = getattr(setting, of), [getattr(one.setting, of) for one in similar]
         if (times := _beyond(here, known)) > most:
             return (
                 f"{show(here)} {words} are {times:.0f} times beyond the runs that support {name}, "
@@ -74,15 +74,15 @@ def refusal(setting: Setting, kin: Sequence[Observed], beyond: str) -> str | Non
     return None
 
 
-def nearest(setting: Setting, kin: Sequence[Observed], count: int) -> list[int]:
-    """The indices of the nearest points of `kin` in size and length, the same recipe's first."""
+def nearest(setting: Setting, similar: Sequence[Observed], count: int) -> list[int]:
+    """The indices of the nearest of similar points in size and length, the same recipe's first."""
 
     def distance(one: Observed) -> float:
         apart = abs(math.log(one.setting.params / setting.params))
         apart += abs(math.log(one.setting.tokens_per_param / setting.tokens_per_param))
         return apart + (0 if one.setting.recipe == setting.recipe else 2 + _unlike(one.setting, setting))
 
-    return sorted(range(len(kin)), key=lambda number: distance(kin[number]))[:count]
+    return sorted(range(len(similar)), key=lambda number: distance(similar[number]))[:count]
 
 
 def _unlike(a: Setting, b: Setting) -> float:
@@ -95,10 +95,10 @@ def _unlike(a: Setting, b: Setting) -> float:
     )
 
 
-def _coarser(setting: Setting, kin: Sequence[Observed]) -> str | None:
+def _coarser(setting: Setting, similar: Sequence[Observed]) -> str | None:
     for part in setting.parts:
         noise = [
-            p.noise for one in kin for p in one.setting.parts if p.side == part.side and p.noise is not None
+            p.noise for s in similar for p in s.setting.parts if p.side == part.side and p.noise is not None
         ]
         if part.noise is not None and noise and part.noise > COARSER * max(noise):
             return (

@@ -26,8 +26,8 @@ from narrowgauge.system.torch_compat import version_of
 
 ATTACHED = "_narrowgauge_amax"
 
-_NUMBERS = 1024  # zeros per launch; Qwen2.5-1.5B uses 230 per micro-batch
-_APART = 4  # each starts at a multiple of 16 bytes: Triton specializes code by alignment
+_ZEROS_PER_LAUNCH = 1024  # Qwen2.5-1.5B uses 230 per micro-batch
+_STRIDE = 4  # each starts at a multiple of 16 bytes: Triton specializes code by alignment
 
 _zeros: dict[Any, Iterator[Tensor]] = {}  # unused zeros, by device and stream
 
@@ -45,11 +45,11 @@ def new_amax(device: torch.device) -> Tensor:
     amax = next(_zeros.get(key, iter(())), None)
     if amax is None:
         with torch.inference_mode(False):  # so that any graph may use it
-            zeros = torch.zeros(_NUMBERS * _APART, dtype=torch.float32, device=device)
-        numbers = map(zeros.__getitem__, range(0, len(zeros), _APART))
-        amax = next(numbers)
+            zeros = torch.zeros(_ZEROS_PER_LAUNCH * _STRIDE, dtype=torch.float32, device=device)
+        slots = map(zeros.__getitem__, range(0, len(zeros), _STRIDE))
+        amax = next(slots)
         if type(zeros) is Tensor:  # a compiler's zeros belong to its context
-            _zeros[key] = numbers
+            _zeros[key] = slots
     return amax
 
 

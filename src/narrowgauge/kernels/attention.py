@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from narrowgauge.kernels.attention_in_order import attend_in_order, supports
 from narrowgauge.kernels.dispatch import attention_backends, chosen_attention, is_slow
 from narrowgauge.kernels.dropout import Dropout
-from narrowgauge.system.devices import GpuWork, is_shape_only, tell
+from narrowgauge.system.devices import GpuWork, emit, is_shape_only
 from narrowgauge.system.second_derivative import FirstOrderFunction
 
 
@@ -86,7 +86,7 @@ class _MetaAttention(FirstOrderFunction):
         ctx.flops = 4.0 * q_BNTH.numel() * k_BKSH.shape[2] / (2 if causal else 1)
         if not is_shape_only(q_BNTH):
             written = (out_BNTH, row_BNT)
-            tell(GpuWork("attention forward", (q_BNTH, k_BKSH, v_BKSH), written, ctx.flops, "attention"))
+            emit(GpuWork("attention forward", (q_BNTH, k_BKSH, v_BKSH), written, ctx.flops, "attention"))
         return out_BNTH
 
     @staticmethod
@@ -95,7 +95,7 @@ class _MetaAttention(FirstOrderFunction):
         gradients = tuple(torch.empty_like(t) for t in kept[:3])
         if not is_shape_only(grad_BNTH):
             read = (grad_BNTH, *kept)
-            tell(GpuWork("attention backward", read, gradients, 2.5 * ctx.flops, "attention", launches=3))
+            emit(GpuWork("attention backward", read, gradients, 2.5 * ctx.flops, "attention", launches=3))
         return *gradients, None
 
 

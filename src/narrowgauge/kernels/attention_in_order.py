@@ -151,9 +151,9 @@ def reference_forward(q_BNTH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor) -> tuple[T
     scale, T = torch.tensor(q_BNTH.shape[3] ** -0.5, device="cpu"), q_BNTH.shape[2]
     q_BKGTH, (k_BKSH, v_BKSH) = _grouped(q_BNTH, k_BKSH), (k_BKSH.float(), v_BKSH.float())
     z_BKGTS = _multiply_in_order(q_BKGTH, k_BKSH[:, :, None].transpose(3, 4))
-    seen_TS = torch.ones(T, T, dtype=torch.bool, device=q_BNTH.device).tril()
-    m_BKGT = z_BKGTS.masked_fill(~seen_TS, float("-inf")).amax(-1) * scale
-    e_BKGTS = (exponential(z_BKGTS * scale - m_BKGT[..., None])).masked_fill(~seen_TS, 0)
+    causal_TS = torch.ones(T, T, dtype=torch.bool, device=q_BNTH.device).tril()
+    m_BKGT = z_BKGTS.masked_fill(~causal_TS, float("-inf")).amax(-1) * scale
+    e_BKGTS = (exponential(z_BKGTS * scale - m_BKGT[..., None])).masked_fill(~causal_TS, 0)
     l_BKGT = 1 / _row_sum(e_BKGTS)
     p_BKGTS = (e_BKGTS * l_BKGT[..., None]).bfloat16().float()
     y_BNTH = _multiply_in_order(p_BKGTS, v_BKSH[:, :, None]).flatten(1, 2).bfloat16()
@@ -171,10 +171,10 @@ def reference_backward(
     )
     k_BKSH, v_BKSH = k_BKSH.float(), v_BKSH.float()
     m_BKGT1, l_BKGT1 = stats_BNT2.unflatten(1, q_BKGTH.shape[1:3])[..., None].unbind(-2)
-    seen_TS = torch.ones(T, T, dtype=torch.bool, device=q_BNTH.device).tril()
+    causal_TS = torch.ones(T, T, dtype=torch.bool, device=q_BNTH.device).tril()
     z_BKGTS = _multiply_in_order(q_BKGTH, k_BKSH[:, :, None].transpose(3, 4))
     dp_BKGTS = _multiply_in_order(g_BKGTH, v_BKSH[:, :, None].transpose(3, 4))
-    p_BKGTS = exponential(z_BKGTS * scale - m_BKGT1).masked_fill(~seen_TS, 0) * l_BKGT1
+    p_BKGTS = exponential(z_BKGTS * scale - m_BKGT1).masked_fill(~causal_TS, 0) * l_BKGT1
     delta_BKGT1 = _row_sum(g_BKGTH * y_BKGTH)[..., None]
     ds_BKGTS = (p_BKGTS * (dp_BKGTS - delta_BKGT1)).bfloat16().float()
     dq_BNTH = (_multiply_in_order(ds_BKGTS, k_BKSH[:, :, None]) * scale).flatten(1, 2)

@@ -65,7 +65,7 @@ def kernels_missing(device: torch.device) -> str:
 
 @cache
 def is_triton_installed() -> bool:
-    """Whether Triton can be imported; a simulated GPU records launches without it (`devices.tell`)."""
+    """Whether Triton can be imported; a simulated GPU records launches without it (`devices.emit`)."""
     return importlib.util.find_spec("triton") is not None
 
 

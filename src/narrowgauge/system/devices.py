@@ -2,7 +2,7 @@
 
 Meta tensors have shapes, dtypes and strides but no values. Torch's dispatcher, autograd and shape rules are
 the real ones. Inside `imagine(facts)` the program treats them as tensors on that GPU: the facts decide which
-recipes are native, kernels are launched, host copies are pinned. A launch only reports (`tell`) what the GPU
+recipes are native, kernels are launched, host copies are pinned. A launch only reports (`emit`) what the GPU
 would do, so that the memory and work of a step can be counted on any machine, without a driver, a compiler or
 the memory.
 
@@ -67,7 +67,7 @@ class GpuWork:
     launches: int = 1  # the number of kernels
     # its instructions, in fp32 lanes; 0 where they are not counted because memory is slower
     lanes: float = 0.0
-    numbers: Sequence[Any] = ()  # arguments that its launch passes by value: constants and host numbers
+    scalars: Sequence[Any] = ()  # arguments that its launch passes by value: constants and host numbers
 
 
 Listener = Callable[[GpuWork], None]
@@ -105,6 +105,6 @@ def is_shape_only(x: torch.Tensor) -> bool:
     return x.is_meta and not _imagined
 
 
-def tell(work: GpuWork) -> None:
+def emit(work: GpuWork) -> None:
     """Report the work of a simulated GPU."""
     _imagined[-1][1](work)

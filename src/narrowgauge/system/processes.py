@@ -106,7 +106,7 @@ def depend_on_parent() -> None:
     threading.Thread(target=lambda: (wait([parent.sentinel]), os._exit(1)), daemon=True).start()
 
 
-class Answering:
+class Worker:
     """The parent's side of a process that answers requests, one at a time.
 
     The process is spawned, so it shares nothing with this one. It exits when the parent exits, or at `end`.

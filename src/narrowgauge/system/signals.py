@@ -72,7 +72,7 @@ class Requests(list[str]):
 
 
 def _early(name: str) -> StoppedEarly:
-    return StoppedEarly(f"{name} before a step was done; the same line continues")
+    return StoppedEarly(f"{name} before a step was done; rerun the same command to resume")
 
 
 @contextmanager
@@ -90,7 +90,7 @@ def stop_requests(at_the_end: bool = False) -> Iterator[Requests]:
         yield requests
 
 
-def heed_early(after_s: float = 0.0) -> None:
+def raise_pending_stop(after_s: float = 0.0) -> None:
     """Raise `StoppedEarly` for a request that was recorded at least `after_s` seconds ago.
 
     With 0, later requests also raise it, since the run has nothing to save yet.
@@ -102,7 +102,7 @@ def heed_early(after_s: float = 0.0) -> None:
         handler.nothing_to_save()
 
 
-def heed_no_more() -> None:
+def defer_stops() -> None:
     """Only record further requests, such as torchrun's SIGTERM: the process is already exiting."""
     handler = signal.getsignal(signal.SIGTERM)
     if isinstance(handler, Requests):

@@ -53,7 +53,7 @@ def killed(make_run, run):
 
 
 def preempted(make_run, run):
-    make_run.ends(run, "preempted", "SIGTERM; the same line continues")
+    make_run.ends(run, "preempted", "SIGTERM; rerun the same command to resume")
 
 
 def diverged(make_run, run):
@@ -76,7 +76,7 @@ def broken(make_run, run):
 #: What became of a run, its state, and what the page says besides.
 ENDS = [
     (killed, "killedthe same command line continues it", "after step 20 of 20: no process holds it"),
-    (preempted, "preemptedSIGTERM; the same line continues", ""),
+    (preempted, "preemptedSIGTERM; rerun the same command to resume", ""),
     (silent, "silentits process lives", ""),
     (diverged, "divergedDiverged: 10 skipped steps", "skip at step 21, the loss is not finite"),
     (diverged, "diverged", "The run failed after step 20 of 20: 10 skipped steps"),

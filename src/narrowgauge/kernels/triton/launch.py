@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from narrowgauge.kernels.dispatch import is_triton_installed
-from narrowgauge.system.devices import GpuWork, tell
+from narrowgauge.system.devices import GpuWork, emit
 
 __all__ = ["cdiv", "launch", "libdevice", "next_power_of_2", "tl", "triton"]
 
@@ -97,7 +97,7 @@ def perform(
     options: Mapping[str, Any],
     effects: tuple[str, str, str, float],
 ) -> None:
-    """Launch; on a simulated GPU report the work instead (`devices.tell`), by the last four of `launch`."""
+    """Launch; on a simulated GPU report the work instead (`devices.emit`), by the last four of `launch`."""
     if not args[0].is_meta:
         with torch.cuda.device_of(args[0]):
             kernel[grid](*args, **options)
@@ -111,13 +111,13 @@ def perform(
     written = {id(named[n]) for n in writes.split() if n in named} | updated
     skipped = {id(named[n]) for n in seldom.split()}
     tensors = {id(t): t for t in named.values() if id(t) not in skipped}
-    tell(
+    emit(
         GpuWork(
             f"triton {kernel.fn.__name__}",
             [t for key, t in tensors.items() if key not in written or key in updated],
             [t for key, t in tensors.items() if key in written],
             lanes=lanes,
-            numbers=[a for a in args if not isinstance(a, torch.Tensor)] + sorted(options.items()),
+            scalars=[a for a in args if not isinstance(a, torch.Tensor)] + sorted(options.items()),
         )
     )
 

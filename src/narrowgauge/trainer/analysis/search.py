@@ -115,7 +115,7 @@ def solve(choices: Choices, budget: Budget) -> Assignment:
         ]
         above = _milp(choices, amounts, budget, max(budget.amounts.values()))
         if above is None:
-            most = _told(choices.amount(_uniform(choices), budget))
+            most = _in_words(choices.amount(_uniform(choices), budget))
             raise UserError(
                 f"{budget.option}: the most that can be reached is {most} {budget.words}; "
                 "ask for less, or keep fewer layers (--keep)"
@@ -123,12 +123,12 @@ def solve(choices: Choices, budget: Budget) -> Assignment:
         amount = choices.amount(dict(zip(choices.shares, above, strict=True)), budget)
         raise UserError(
             f"{budget.option}: no choice of whole GEMMs has {budget.low:.2f} to {budget.high:.2f} "
-            f"{budget.words}; the next above has {_told(amount)}, so take that"
+            f"{budget.words}; the next above has {_in_words(amount)}, so take that"
         )
     return dict(zip(choices.shares, chosen, strict=True))
 
 
-def _told(amount: float) -> str:
+def _in_words(amount: float) -> str:
     """An amount in three digits, rounded down, so that a budget of that value can be met."""
     return f"{floor(round(1000 * amount, 6)) / 1000:.3f}"
 

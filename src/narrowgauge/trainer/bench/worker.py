@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from narrowgauge.system.errors import UserError
-from narrowgauge.system.processes import Answering
+from narrowgauge.system.processes import Worker
 from narrowgauge.trainer.bench.peers import peer_step
 from narrowgauge.trainer.data import Batch
 from narrowgauge.trainer.runs import choose_device
@@ -39,13 +39,13 @@ def start_workers(names: Sequence[str], config: Config) -> Iterator[dict[str, As
     with ExitStack() as stack:
         workers: dict[str, Ask] = {}
         for name in names:
-            process = Answering(taking_steps, name, config, torch.get_num_threads())
+            process = Worker(taking_steps, name, config, torch.get_num_threads())
             stack.callback(process.end)
             workers[name] = partial(_ask, name, process)
         yield workers
 
 
-def _ask(name: str, process: Answering, command: str) -> Any:
+def _ask(name: str, process: Worker, command: str) -> Any:
     try:
         return process.ask(command)
     except Exception as error:

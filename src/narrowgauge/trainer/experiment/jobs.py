@@ -258,7 +258,7 @@ class ComparisonFailed(ProcessFailed):
     """A run of a comparison has no result; `code` is its exit code, negative if a signal killed it."""
 
     def __init__(self, name: str, code: int) -> None:
-        super().__init__(f"the run {name!r}", code, "; the same line continues")
+        super().__init__(f"the run {name!r}", code, "; rerun the same command to resume")
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """Records a step: the bytes alive, the bytes sent to other processes, and every operation of a GPU.
 
 The step runs on meta tensors, or on a CPU whose memory is measured. Kernels that are not torch operations are
-recorded where they would be launched (`devices.tell`). The host waits where a value is read from the device
+recorded where they would be launched (`devices.emit`). The host waits where a value is read from the device
 or where unpinned memory is copied to it. On meta tensors such a read returns ones or zeros: the course of the
 step does not depend on them.
 """
@@ -104,7 +104,7 @@ class Recorder(TorchDispatchMode):
                 self._add(operation_name(func), cost)
         return out
 
-    def told(self, work: GpuWork) -> None:
+    def on_launch(self, work: GpuWork) -> None:
         """Record a kernel that is not a torch operation."""
         moved = sum(shown_bytes(t) for t in (*work.reads, *work.writes))
         kind = work.name if work.kind == "attention" else work.kind

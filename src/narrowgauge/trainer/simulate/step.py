@@ -89,7 +89,7 @@ def simulate_step(
             stack.callback(gc.enable)
         mesh = stack.enter_context(simulated_mesh(parallel_dims, rank))
         if is_counted:
-            stack.enter_context(imagine(count_on, recorder.told))
+            stack.enter_context(imagine(count_on, recorder.on_launch))
             stack.enter_context(recorder.watching())
         trainer = Trainer.begin(config.model_copy(update=few), meta, mesh)
         x_BT = torch.empty(size, dtype=torch.long, device=meta)

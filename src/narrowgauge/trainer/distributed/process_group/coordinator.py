@@ -47,7 +47,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from narrowgauge.system.collectives import all_reduce_values, broadcast_object
 from narrowgauge.system.errors import EXIT_FAILED, EXIT_PREEMPTED
 from narrowgauge.system.processes import in_time
-from narrowgauge.system.signals import Preempted, StoppedEarly, heed_early, heed_no_more
+from narrowgauge.system.signals import Preempted, StoppedEarly, defer_stops, raise_pending_stop
 from narrowgauge.trainer.distributed.launch.world import World
 from narrowgauge.trainer.distributed.process_group.store import (
     MEET_S,
@@ -132,7 +132,7 @@ class Coordinator:
             if self._store is None or self._has_ended:
                 raise
             self._has_ended = True
-            heed_no_more()
+            defer_stops()
             self._end(self._store, error)
             raise
 
@@ -174,7 +174,7 @@ class Coordinator:
             return end
         if self.watchdog is not None and (missing := self.watchdog.ranks_without_heartbeat()):
             names = ", ".join(name_of(store, rank) for rank in missing[:8])
-            sentence = f"{names} stopped sending heartbeats; if it was killed, the same line continues"
+            sentence = f"{names} stopped sending heartbeats; if it was killed, rerun the command to resume"
             return Failure(missing[0], EXIT_FAILED, sentence, reporter=self.rank).publish(store)
         return local_failure.publish(store)
 
@@ -203,7 +203,7 @@ def init_process_group(
     """
     coordinator = Coordinator(world, device)
     if world.size == 1:
-        heed_early()
+        raise_pending_stop()
         yield coordinator
         return
     hosts = world.rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun does
@@ -211,7 +211,7 @@ def init_process_group(
     coordinator._store = store
     try:
         with coordinator.first_failure():
-            heed_early()  # not before: the other ranks learn of a request from the store
+            raise_pending_stop()  # not before: the other ranks learn of a request from the store
             register(store, world, rendezvous_s)
             own_store = open_store(world, environ, rendezvous_s)
             coordinator.watchdog = Watchdog(world, own_store, hang_s)

@@ -26,7 +26,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from narrowgauge.system.errors import EXIT_FAILED, EXIT_PREEMPTED, Failed, UserError, words_of
 from narrowgauge.system.processes import in_time
-from narrowgauge.system.signals import StoppedEarly, heed_early
+from narrowgauge.system.signals import StoppedEarly, raise_pending_stop
 from narrowgauge.trainer.distributed.launch.world import World
 
 RENDEZVOUS = "NARROWGAUGE_RENDEZVOUS"  # in the environment: a name for each of several runs of one launcher
@@ -199,7 +199,7 @@ def _wait_until_open(world: World, timeout_s: float) -> None:
                     f"rank {world.rank} finds no store at {where} after {timeout_s:g} s: {words_of(error)}; "
                     "see whether rank 0 was started and is on that host"
                 ) from None
-        heed_early(MEET_S)
+        raise_pending_stop(MEET_S)
         time.sleep(_POLL_S)
 
 

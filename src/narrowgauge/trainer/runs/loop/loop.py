@@ -248,7 +248,7 @@ def _steps(context: RunContext, trainer: Trainer, batches: Loader, requests: Req
             last_save = time.monotonic()
         if asked:
             directory.record({"event": "stop", "step": trainer.step, "reason": asked, "time": now()})
-            raise Preempted(f"{asked} after step {trainer.step}; the same line continues")
+            raise Preempted(f"{asked} after step {trainer.step}; rerun the same command to resume")
 
 
 def _tokens_seen(context: RunContext, trainer: Trainer) -> int:

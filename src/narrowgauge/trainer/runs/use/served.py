@@ -44,7 +44,7 @@ import torch
 from numpy.typing import NDArray
 
 from narrowgauge.system.errors import UserError, unknown
-from narrowgauge.system.processes import Answering
+from narrowgauge.system.processes import Worker
 from narrowgauge.system.t_interval import Interval, interval
 from narrowgauge.trainer.checkpoint.interop.activations import input_formats
 from narrowgauge.trainer.checkpoint.interop.external_model import read_external_model
@@ -308,7 +308,7 @@ def serve(name: str, folder: Path, length: int) -> Iterator[Callable[..., Any]]:
     """
     with TemporaryDirectory() as temporary:
         words = Path(temporary) / "words"
-        process = Answering(_serving, name, str(folder), length, torch.get_num_threads(), str(words))
+        process = Worker(_serving, name, str(folder), length, torch.get_num_threads(), str(words))
 
         def ask(question: str, value: object = None) -> Any:
             try:
