@@ -44,16 +44,7 @@ from narrowgauge.trainer.report.verdict.expected import Expectation
 from narrowgauge.trainer.report.verdict.verdict import Verdict, verdicts, with_runs
 
 _LISTED = 3  # hosts, devices or versions
-SCRIPTS = (
-    "marks",
-    "save",
-    "draw",
-    "chart",
-    "page",
-    "histogram",
-    "difference",
-    "heat",
-)  # each before its users
+SCRIPTS = ("marks", "save", "draw", "chart", "page", "histogram", "heat")  # each before its users
 
 
 def write_report(runs: Sequence[Path | str], out: Path | str, more: str = "") -> Path:

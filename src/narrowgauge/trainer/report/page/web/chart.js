@@ -87,7 +87,7 @@ const mark = (look, x, y, parent, classes = "marker") => make("path", { d: shape
 
 /** Curves: of `layers(view)`, each of one run or the mean of some. */
 const CURVES = {
-  classes: "chart", kind: "", margin: { left: 58, right: 14, top: 10, bottom: 24 }, top: 10,
+  kind: "", margin: { left: 58, right: 14, top: 10, bottom: 24 }, top: 10,
   height: (width) => (width < 480 ? 210 : 260),
 
   shown(view) {
@@ -152,7 +152,7 @@ const eventMark = (kind, classes, x, y, parent) => make("path", { d: EVENT_SHAPE
 
 /** The time line: one lane a run, a mark an event. */
 const EVENTS = {
-  classes: "chart wide", title: "Events", kind: "events", margin: { left: 58, right: 14, top: 6, bottom: 24 }, top: 0,
+  title: "Events", kind: "events", margin: { left: 58, right: 14, top: 6, bottom: 24 }, top: 0,
   height: (_, runs) => 6 + LANE * runs.length + 24,
   shown: () => shownRuns().filter((run) => run.events.length),
   keys: ({ frame }) => frame.shown.map((run) => ({ look: run.variant, name: run.name })),

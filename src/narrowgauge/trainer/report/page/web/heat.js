@@ -17,8 +17,9 @@ const GAUGES = {
   unlike: { title: "matmul, 1 - cosine", unit: "", scale: Math.sqrt, from: 0, full: 0.01, about: "How far the result of a matmul points away from the same result in float32: 1 minus the cosine of the angle." },
 };
 const MAPS = DATA.gauges.runs, MAP = document.querySelector(".map");
-const heat = { run: 0, less: -1, gauge: "", step: 0, row: 0, column: 0, cells: [], data: null, reach: {} };
+const heat = { run: 0, less: -1, gauge: "", step: 0, row: 0, column: 0, data: null, reach: {}, histogram: null };
 const heatNode = (id) => document.getElementById(`heat-${id}`);
+const heatTable = () => MAP.querySelector(".heat");
 
 const numberOf = (data, gauge, step, row, place) => data.values[gauge][place]?.[step]?.[row] ?? null;
 const placeOf = (column) => heat.data.places[column];
@@ -46,75 +47,105 @@ function reachOf(gauge) {
   return { pale, full: strong, share: (value) => (isFinite(share(value)) ? Math.max(0, share(value)) : 0) };
 }
 
+/** The reach of a difference: the widest on both sides of zero. What is better has a negative share. */
+function reachOfDifference(gauge, data) {
+  const sizes = Object.values(data.values[gauge]).flat(2).filter((value) => value !== null).map(Math.abs);
+  const high = Math.max(...sizes, 0) || 1;
+  const full = GAUGES[gauge].down ? -high : high;
+  return { pale: -full, full, share: (value) => value / full };
+}
+
+/** `a` less `b`, in the form of one run's readings, where both were read; the histograms are those of `a`. */
+function differenceOf(a, b) {
+  // Positions in two lists of what both have, in the order of the first.
+  const shared = (list) => a[list].map((item, i) => [i, b[list].indexOf(item)]).filter(([, j]) => j >= 0);
+  const [steps, layers, places] = ["steps", "layers", "places"].map(shared), values = {};
+  const less = (ours, theirs) => (ours === null || theirs === null ? null : Number((ours - theirs).toPrecision(6)));
+  for (const gauge of Object.keys(a.values)) {
+    values[gauge] = {};
+    for (const place of places.map(([i]) => a.places[i])) {
+      const ours = a.values[gauge][place], theirs = b.values[gauge]?.[place];
+      if (!ours || !theirs) continue;
+      const rows = steps.map(([s, t]) => layers.map(([l, m]) => less(ours[s][l], theirs[t][m])));
+      if (rows.flat().some((value) => value !== null)) values[gauge][place] = rows;
+    }
+  }
+  const castOf = (l, m, p, q) => [...new Set([a.casts[l][p], b.casts[m][q]])].filter(Boolean).join(" and ");
+  const at = (list, old) => list.findIndex(([i]) => i === old);
+  const moved = a.histograms.map((h) => ({ ...h, at: [at(steps, h.at[0]), at(layers, h.at[1]), at(places, h.at[2])] }));
+  return {
+    run: a.run, other: b.run, values,
+    steps: steps.map(([i]) => a.steps[i]), layers: layers.map(([i]) => a.layers[i]), places: places.map(([i]) => a.places[i]),
+    casts: layers.map(([l, m]) => places.map(([p, q]) => castOf(l, m, p, q))),
+    histograms: moved.filter((h) => !h.at.includes(-1)),
+  };
+}
+
+/** The gauges that were read in a map. */
+const readIn = (data) => Object.keys(GAUGES).filter((gauge) => Object.keys(data.values[gauge] ?? {}).length);
+
 /** Take another run, or another run less another; what cannot be chosen with it is switched off. */
 function take(run, less) {
   for (const option of heatNode("less").options) {
     const other = Number(option.value);
-    option.disabled = other >= 0 && (other === run || !haveCommon(MAPS[run], MAPS[other]));
+    option.disabled = other >= 0 && (other === run || !readIn(differenceOf(MAPS[run], MAPS[other])).length);
   }
   if (heatNode("less").selectedOptions[0].disabled) heatNode("less").value = less = -1;
-  const data = less < 0 ? MAPS[run] : differenceOf(MAPS[run], MAPS[less]), gauges = [...heatNode("gauge").options];
-  const reach = Object.fromEntries(gauges.map(({ value }) => [value, less < 0 ? reachOf(value) : reachOfDifference(value, data)]));
-  for (const option of gauges) option.disabled = !Object.keys(data.values[option.value]).length;
-  if (heatNode("gauge").selectedOptions[0].disabled) heatNode("gauge").value = gauges.find((option) => !option.disabled).value;
-
-  const table = make("table", { role: "grid" }), head = make("tr", {}, make("thead", {}, table)), body = make("tbody", {}, table);
-  for (const name of ["layer", ...data.places]) make("th", { scope: "col" }, head, name);
-  const cells = data.layers.map((layer, row) => {
-    const line = make("tr", {}, body);
-    make("th", { scope: "row" }, line, layer);
-    return data.places.map((_, column) => make("td", { "data-row": row, "data-column": column, tabindex: "-1" }, line));
-  });
-  MAP.querySelector(".heat").replaceChildren(table);
+  const data = less < 0 ? MAPS[run] : differenceOf(MAPS[run], MAPS[less]), read = readIn(data);
+  const reach = Object.fromEntries(read.map((gauge) => [gauge, less < 0 ? reachOf(gauge) : reachOfDifference(gauge, data)]));
+  for (const option of heatNode("gauge").options) option.disabled = !read.includes(option.value);
+  if (heatNode("gauge").selectedOptions[0].disabled) heatNode("gauge").value = read[0];
   MAP.classList.toggle("difference", less >= 0);
   heatNode("step").max = data.steps.length - 1;
-  const row = Math.min(heat.row, data.layers.length - 1), column = Math.min(heat.column, data.places.length - 1);
-  Object.assign(heat, { run, less, data, reach, cells, row, column });
+  Object.assign(heat, { run, less, data, reach });
 }
 
+/** Make the table; places and layers of which this gauge says nothing at any step are left out. */
 function paint() {
-  const { gauge, step, data, cells } = heat, reach = heat.reach[gauge], { title, about, down } = GAUGES[gauge];
-  cells.forEach((line, row) => line.forEach((cell, column) => {
-    const value = shownNumber(row, column), share = value === null ? 0 : reach.share(value);
-    cell.textContent = value === null ? "" : shownFigure(gauge, value);
-    cell.style.setProperty("--share", Math.abs(share).toFixed(3));
-    cell.classList.toggle("unread", value === null);
-    cell.classList.toggle("cool", share < 0);
-  }));
-  hideUnread();
-  heatNode("step-says").textContent = stepName(step);
+  const { gauge, data } = heat, reach = heat.reach[gauge], read = data.values[gauge], { title, about, down } = GAUGES[gauge];
+  const columns = [...data.places.keys()].filter((column) => read[placeOf(column)]);
+  const rows = [...data.layers.keys()].filter((row) => Object.values(read).flat().some((layers) => layers[row] !== null));
+  const table = make("table", { role: "grid" }), head = make("tr", {}, make("thead", {}, table)), body = make("tbody", {}, table);
+  for (const name of ["layer", ...columns.map(placeOf)]) make("th", { scope: "col" }, head, name);
+  for (const row of rows) {
+    const line = make("tr", {}, body);
+    make("th", { scope: "row" }, line, data.layers[row]);
+    for (const column of columns) {
+      const value = shownNumber(row, column), share = value === null ? 0 : reach.share(value), style = `--share: ${Math.abs(share).toFixed(3)}`;
+      const cell = make("td", { "data-row": row, "data-column": column, tabindex: "-1", style }, line, value === null ? "" : shownFigure(gauge, value));
+      cell.classList.toggle("unread", value === null);
+      cell.classList.toggle("cool", share < 0);
+    }
+  }
+  heatTable().replaceChildren(table);
+  heatNode("step-says").textContent = stepName(heat.step);
   const [a, b] = [data.run, data.other].map((run) => RUNS[run]?.name), up = down ? "lower" : "higher";
   heatNode("about").textContent = isDifference()
     ? `${title} of ${a} less that of ${b}, at the same step, layer and place. Orange: ${a} is ${up}; blue: ${b} is ${up}.`
     : about;
   heatNode("low").textContent = inWords(gauge, reach.pale) + (down && !isDifference() ? " and more" : "");
   heatNode("high").textContent = inWords(gauge, reach.full);
-  const isShown = (row, column) => data.values[gauge][placeOf(column)] && !cells[row][column].parentNode.hidden;
-  if (!isShown(heat.row, heat.column)) {
-    heat.column = Math.max(0, data.places.findIndex((place) => data.values[gauge][place]));
-    heat.row = Math.max(0, cells.findIndex((_, row) => isShown(row, heat.column)));
-  }
-  choose(heat.row, heat.column);
-}
-
-/** Places and layers of which this gauge says nothing at any step are left out. */
-function hideUnread() {
-  const { values, places } = heat.data, [head, ...lines] = MAP.querySelector(".heat table").rows, read = values[heat.gauge];
-  for (const line of [head, ...lines]) places.forEach((place, column) => { line.cells[column + 1].hidden = !read[place]; });
-  const rows = Object.values(read).flat();
-  lines.forEach((line, row) => { line.hidden = !rows.some((layers) => layers[row] !== null); });
+  if (rows.includes(heat.row) && columns.includes(heat.column)) choose(heat.row, heat.column);
+  else choose(rows[0], columns[0]);
 }
 
 function choose(row, column) {
-  const { data, step, cells } = heat;
-  cells.flat().forEach((cell) => { cell.classList.remove("chosen"); cell.setAttribute("tabindex", "-1"); });
+  const { data, step } = heat, cast = data.casts[row][column], chosen = heatTable().querySelector(".chosen");
+  chosen?.classList.remove("chosen");
+  chosen?.setAttribute("tabindex", "-1");
   Object.assign(heat, { row, column });
-  cells[row][column].classList.add("chosen");
-  cells[row][column].setAttribute("tabindex", "0");
+  const cell = heatTable().querySelector(`[data-row="${row}"][data-column="${column}"]`);
+  cell.classList.add("chosen");
+  cell.setAttribute("tabindex", "0");
   sayCell(row, column);
   const here = data.histograms.filter((h) => h.at[1] === row && h.at[2] === column);
-  const found = here.sort((a, b) => Math.abs(a.at[0] - step) - Math.abs(b.at[0] - step))[0], cast = data.casts[row][column];
-  heat.drawHistogram(cellName(row, column), found, found && data.steps[found.at[0]], MAPS.length > 1 ? `${RUNS[data.run].name}, ${cast}` : cast);
+  const found = here.sort((a, b) => Math.abs(a.at[0] - step) - Math.abs(b.at[0] - step))[0];
+  const { name, about } = heat.histogram, of = MAPS.length > 1 ? `${RUNS[data.run].name}, ${cast}` : cast;
+  name.textContent = `Histogram: ${cellName(row, column)}`;
+  about.textContent = found
+    ? `${of}, step ${stepName(found.at[0])}, magnitudes in units of the block's scale, on the grid of ${found.element}`
+    : "none was recorded: of places in narrow formats only";
+  heat.histogram.draw({ found, limits: DATA.gauges.formats[found?.element], low: 0, high: found?.before.length });
   sayNumbers();
 }
 
@@ -159,18 +190,15 @@ function readHeat() {
   paint();
 }
 
-/** Move the choice by an arrow key, over what is hidden. */
+/** Move the choice by an arrow key. */
 function moveChoice(event) {
   const move = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] }[event.key];
   if (!move) return;
   event.preventDefault();
-  let { row, column } = heat, cell;
-  do {
-    [row, column] = [row + move[0], column + move[1]];
-    cell = heat.cells[row]?.[column];
-  } while (cell && (cell.hidden || cell.parentNode.hidden));
-  if (!cell) return;
-  choose(row, column);
+  const { cellIndex, parentNode: line } = heatTable().querySelector(".chosen");
+  const cell = line.parentNode.rows[line.sectionRowIndex + move[0]]?.cells[cellIndex + move[1]];
+  if (!cell?.dataset.row) return;
+  choose(Number(cell.dataset.row), Number(cell.dataset.column));
   cell.focus();
 }
 
@@ -187,19 +215,19 @@ function noisiestCell() {
 
 function startHeat() {
   const runs = MAPS.map((data, i) => [i, RUNS[data.run].name]);
-  const told = Object.keys(GAUGES).filter((gauge) => MAPS.some((data) => Object.keys(data.values[gauge]).length));
+  const told = Object.keys(GAUGES).filter((gauge) => MAPS.some((data) => readIn(data).includes(gauge)));
   const choices = { run: runs, less: [[-1, "nothing"], ...runs], gauge: told.map((gauge) => [gauge, GAUGES[gauge].title]) };
   for (const [id, options] of Object.entries(choices)) {
     for (const [value, name] of options) make("option", { value }, heatNode(id), name);
     if (id !== "gauge") heatNode(id).closest("label").hidden = MAPS.length < 2;
   }
-  heat.drawHistogram = makeHistogram(document.getElementById("histogram"), DATA.gauges.formats);
+  heat.histogram = makeHistogram(document.getElementById("histogram"));
   MAP.hidden = false;
   const { run, row, column } = noisiestCell();
   Object.assign(heat, { row, column });
   heatNode("run").value = run;
   MAP.querySelector(".controls").addEventListener("input", readHeat);
-  const table = MAP.querySelector(".heat");
+  const table = heatTable();
   const at = (act) => ({ target }) => { const cell = target.closest("td"); if (cell) act(Number(cell.dataset.row), Number(cell.dataset.column)); };
   table.addEventListener("click", at(choose));
   table.addEventListener("pointerover", at(sayCell));

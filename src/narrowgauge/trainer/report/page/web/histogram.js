@@ -14,120 +14,91 @@ function gridOf({ max, normal, smallest, mantissa, fixed }) {
   return grid;
 }
 
+/** Of a view with a histogram `found` and the `limits` of its format; across are zero and the bins, by number. */
 const HISTOGRAM = {
-  title: "Histogram", kind: "pairs", margin: { left: 58, right: 10, top: 24, bottom: 40 },
-  zero: true, tick: (...of) => `${short(...of)} %`,
+  title: "Histogram", kind: "pairs", margin: { left: 58, right: 10, top: 24, bottom: 40 }, top: 24,
+  stride: 1, from: -1, zero: true, tick: (...of) => `${short(...of)} %`,
+  height: (width) => (width < 480 ? 230 : 280),
+  optional: ({ heading, plot }) => [plot, heading.nextSibling, heading.querySelector(".save")],
+  shown: ({ found }) => (found ? [found] : []),
   keys: () => [],
 
   /** The share of each bin before and after rounding; the first is zero. */
-  rows({ frame: { found, before, after } }) {
+  rows({ frame: { view: { found }, before, after } }) {
     const edges = (i) => (i === 0 ? [0, 0] : [0, 1].map((up) => edgeOf(found.first + i - 1 + up, found.per_octave)));
     return [["from", "to", "percent before", "percent after"], ...before.map((share, i) => [...edges(i), share, after[i]])];
   },
-};
 
-/** Returns a function (name, histogram or undefined, step, cast) that draws into `host`. */
-function makeHistogram(host, formats) {
-  const own = makePlot(host, HISTOGRAM), { heading, plot, drawing, readout, margin } = own;
-  const keys = make("p", { class: "keys muted" });
-  heading.after(keys);
-  for (const kind of ["before", "after"]) {
-    const key = make("span", { class: "key-of-event" }, keys), mark = make("svg", { width: 16, height: 12, "aria-hidden": "true" }, key);
-    make("rect", { x: 2, y: 2, width: 12, height: 9, class: kind }, mark);
-    make("span", {}, key, `${kind} rounding`);
-  }
-  let at = null;
-
-  function draw(name, found, step, cast) {
-    readout.hidden = true;
-    own.name.textContent = `Histogram: ${name}`;
-    plot.hidden = keys.hidden = heading.querySelector(".save").hidden = !found;
-    own.about.textContent = found
-      ? `${cast}, step ${step.toLocaleString("en")}, magnitudes in units of the block's scale, on the grid of ${found.element}`
-      : "none was recorded: of places in narrow formats only";
-    own.frame = null;
-    if (found) paint(found);
-  }
-
-  function paint(found) {
+  paint(own, { view: { found, limits } }) {
+    const { drawing, width, height, margin } = own, base = height - margin.bottom;
     const shares = (counts, zeros) => {
       const total = counts.reduce((a, b) => a + b, zeros) || 1;
       return [zeros, ...counts].map((count) => (100 * count) / total);
     };
     const before = shares(found.before, found.zeros[0]), after = shares(found.after, found.zeros[1]);
-    own.clear((width) => (width < 480 ? 230 : 280));
+    const high = Math.max(...before, ...after, 1) * 1.05, py = (value) => base - (value / high) * (base - margin.top);
+    const grid = drawUp(own, linearTicks(0, high, 4), py, this);
     // One column for zero, one of room, then the bins.
-    const each = (own.width - margin.left - margin.right) / (before.length + 1), base = own.height - margin.bottom;
-    const left = (i) => margin.left + (i === 0 ? 0 : i + 1) * each;
+    const each = (width - margin.left - margin.right) / (before.length + 1), left = (i) => margin.left + (i === 0 ? 0 : i + 1) * each;
     const ofValue = (value) => {
       const octave = Math.floor(Math.log2(value) + 1e-9);
       const bin = octave * found.per_octave + (value / 2 ** octave - 1) * found.per_octave - found.first;
       return margin.left + (bin + 2) * each;
     };
-    own.frame = { found, limits: formats[found.element], before, after, each, base, left, ofValue };
-    const high = Math.max(...before, ...after, 1) * 1.05, py = (value) => base - (value / high) * (base - margin.top);
-    const grid = drawUp(own, linearTicks(0, high, 4), py, HISTOGRAM);
+    const px = (i) => left(i) + each / 2, under = (pixel) => {
+      const column = Math.floor((pixel - margin.left) / each);
+      return column - (column > 0 ? 1 : 0);
+    };
+    Object.assign(own.frame, { before, after, px, under });
     for (const [kind, values] of Object.entries({ after, before }))
       values.forEach((value, i) => value > 0 && make("rect", { x: left(i) + 0.5, y: py(value), width: Math.max(1, each - 1), height: base - py(value), class: kind }, drawing));
-    drawBins(grid, own.frame);
-    drawLimits(make("g", { class: "grid limits" }, drawing), own.frame);
-  }
 
-  function drawBins(grid, { found, base, each, left, ofValue, limits }) {
     const number = (x, text) => make("text", { x, y: base + 17, "text-anchor": "middle" }, grid, text);
-    number(left(0) + each / 2, "0");
+    number(px(0), "0");
     const every = Math.max(1, Math.ceil(46 / (each * found.per_octave)));
     const first = Math.ceil(found.first / found.per_octave), last = Math.floor((found.first + found.before.length) / found.per_octave);
     for (let octave = first; octave <= last; octave++) {
       const x = ofValue(2 ** octave);
       make("path", { d: `M${x} ${base}v4`, class: "tick" }, grid);
-      if (octave % every === 0 && x > left(0) + 44 && x < own.width - 12) number(x, short(2 ** octave));
+      if (octave % every === 0 && x > left(0) + 44 && x < width - 12) number(x, short(2 ** octave));
     }
     for (const x of gridOf(limits).map(ofValue))
-      if (x > left(1) - 1 && x < own.width) make("path", { d: `M${x} ${base + 22}v8`, class: "point" }, grid);
-  }
+      if (x > left(1) - 1 && x < width) make("path", { d: `M${x} ${base + 22}v8`, class: "point" }, grid);
 
-  /** Dashed lines at the limits of the format; a name gives way where it would meet the one before. */
-  function drawLimits(group, { limits, base, left, ofValue }) {
+    // Dashed lines at the limits of the format; a name gives way where it would meet the one before.
+    const group = make("g", { class: "grid limits" }, drawing);
     let free = left(1);
     for (const [name, value] of Object.entries({ smallest: limits.smallest, normal: limits.normal, largest: limits.max })) {
       const x = ofValue(value), words = `${name} ${short(value)}`;
-      if (x < left(1) - 1 || x > own.width - 4 || (name === "normal" && limits.fixed)) continue;
+      if (x < left(1) - 1 || x > width - 4 || (name === "normal" && limits.fixed)) continue;
       make("path", { d: `M${x} ${margin.top - 6}V${base}` }, group);
-      const size = 6.6 * words.length, from = Math.min(Math.max(x - size / 2, free), own.width - size);
+      const size = 6.6 * words.length, from = Math.min(Math.max(x - size / 2, free), width - size);
       if (from < free) continue;
       make("text", { x: from, y: 12 }, group, words);
       free = from + size + 8;
     }
-  }
+  },
 
-  function say(i) {
-    at = i;
-    const x = i === null || !own.frame ? null : own.frame.left(i) + own.frame.each / 2;
-    own.cross(x, margin.top);
-    if (x === null) return;
-    const { found, limits, before, after } = own.frame, bin = found.first + i - 1;
-    const [from, to] = [bin, bin + 1].map((b) => short(edgeOf(b, found.per_octave)));
+  tell({ readout, frame: { view: { found, limits }, before, after } }, i) {
+    const bin = found.first + i - 1, [from, to] = [bin, bin + 1].map((b) => short(edgeOf(b, found.per_octave)));
     const isLowest = bin === limits.low * found.per_octave; // there lies all that is smaller, too
     make("div", { class: "muted all" }, readout, i === 0 ? "zero" : isLowest ? `less than ${to}` : `${from} up to ${to}`);
     for (const [kind, values] of Object.entries({ before, after })) {
       make("span", {}, readout, kind);
       make("span", { class: "value" }, readout, `${short(values[i])} %`);
     }
-    own.place(x, margin.top);
-  }
+    return true;
+  },
+};
 
-  followPlot(own, {
-    show: say,
-    under: (pixel) => {
-      const column = Math.floor((pixel - margin.left) / own.frame.each);
-      return Math.min(own.frame.before.length - 1, Math.max(0, column - (column > 0 ? 1 : 0)));
-    },
-    after: (key) => {
-      const last = own.frame.before.length - 1, from = at ?? -1;
-      return { ArrowLeft: Math.max(0, from - 1), ArrowRight: Math.min(last, from + 1), Home: 0, End: last }[key];
-    },
-  });
-  new ResizeObserver(() => { if (own.frame && plot.clientWidth !== own.width) paint(own.frame.found); }).observe(plot);
-  return draw;
+function makeHistogram(host) {
+  const own = makeChart(host, HISTOGRAM), keys = make("p", { class: "keys muted" });
+  own.heading.after(keys);
+  for (const kind of ["before", "after"]) {
+    const key = make("span", { class: "key-of-event" }, keys), box = make("svg", { width: 16, height: 12, "aria-hidden": "true" }, key);
+    make("rect", { x: 2, y: 2, width: 12, height: 9, class: kind }, box);
+    make("span", {}, key, `${kind} rounding`);
+  }
+  followPointer(own, [own]);
+  return own;
 }

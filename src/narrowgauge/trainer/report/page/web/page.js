@@ -89,40 +89,19 @@ function start() {
   const host = document.getElementById("charts"), rest = document.getElementById("rest");
   if (!host) return;
   rest.closest("section").hidden = false;
-  const curvesIn = (place, specs) => specs.map((spec) => makeChart(place, { ...CURVES, ...spec }));
-  const first = curvesIn(host, SPECS), charts = [...first, makeChart(host, EVENTS), ...curvesIn(rest, REST)];
+  const curvesIn = (place, specs) => specs.map((spec) => makeChart(make("div", { class: "chart" }, place), { ...CURVES, ...spec }));
+  const first = curvesIn(host, SPECS), events = makeChart(make("div", { class: "chart wide" }, host), EVENTS);
+  const charts = [...first, events, ...curvesIn(rest, REST)];
   const redraw = () => {
     const view = currentView();
     charts.forEach((chart) => chart.draw(view));
     const seen = first.filter(({ figure }) => !figure.hidden);
-    first.forEach((chart) => {
-      if (chart.figure.classList.toggle("wide", seen.length === 1 && chart === seen[0])) chart.draw(view);
-    });
+    first.forEach((chart) => chart.figure.classList.toggle("wide", seen.length === 1 && chart === seen[0]));
   };
   charts.forEach((chart) => followPointer(chart, charts));
   wireControls(redraw);
   fillLegend(redraw);
   redraw();
-  let width = host.clientWidth;
-  new ResizeObserver(() => { if (host.clientWidth !== width) { width = host.clientWidth; redraw(); } }).observe(host);
-}
-
-/** One crosshair through all charts; the chart under the pointer or the focus says the values. */
-function followPointer(chart, charts) {
-  let at = null;
-  const inside = (x, { low, high }) => Math.min(high, Math.max(low, x));
-  followPlot(chart, {
-    show: (x) => { at = x; charts.forEach((other) => other.point(x, other === chart)); },
-    under: (pixel) => {
-      const { frame: { view }, width, margin: { left, right } } = chart;
-      return inside(view.low + ((pixel - left) / (width - left - right)) * (view.high - view.low), view);
-    },
-    after: (key, isFast) => {
-      const { view } = chart.frame, stride = (view.high - view.low) / (isFast ? 20 : 200), from = at ?? view.high;
-      const to = { ArrowLeft: from - stride, ArrowRight: from + stride, Home: view.low, End: view.high }[key];
-      return to && inside(to, view);
-    },
-  });
 }
 
 /** What the controls say; a browser may restore those of an earlier visit, so they are read. */
