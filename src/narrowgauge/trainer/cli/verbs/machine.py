@@ -18,9 +18,10 @@ def doctor(
     console: given.Console,
 ) -> int:
     """Check this machine and say how to fix what is missing (then exit code 1)."""
-    from narrowgauge.trainer.cluster.doctor.doctor import as_json, examine, print_items
+    from narrowgauge.trainer.cluster.doctor.doctor import as_json, check, print_items
+    from narrowgauge.trainer.cluster.doctor.read import read_facts
 
-    verdicts = examine(data, tokenizer)
+    verdicts = check(read_facts(data, tokenizer))
     if json:
         print(as_json(verdicts))
     else:

@@ -49,14 +49,11 @@ class Disk(NamedTuple):
 
 
 class Hub(NamedTuple):
-    """The outcome of a request to the Hugging Face hub."""
+    """The outcome of a request to the Hugging Face hub, in words."""
 
-    outcome: str  # "reached", "offline" (not asked, at the user's request), or a key of `network.FAILURES`
-    host: str = "huggingface.co"
-    proxy: str = ""  # the proxy of the request, without user and password
-    status: int | None = None  # the HTTP status, which is the proxy's if the proxy refused
+    found: str
+    fix: str = ""  # "" if the hub was reached, or was not to be asked
     ahead: float | None = None  # seconds by which the hub's clock is ahead of this machine's
-    detail: str = ""  # the error in the system's words
 
 
 class Given(NamedTuple):
