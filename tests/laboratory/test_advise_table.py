@@ -25,7 +25,7 @@ from narrowgauge.trainer.cli.line import config_values, read_line
 from narrowgauge.trainer.cli.main import main
 from narrowgauge.trainer.cluster.plan.budget import tokens_of
 from narrowgauge.trainer.cluster.plan.cluster_spec import load_cluster
-from narrowgauge.trainer.cluster.plan.plan import expected_time
+from narrowgauge.trainer.cluster.plan.estimate import estimate
 from narrowgauge.trainer.models import count_block_weights, model_config
 from narrowgauge.trainer.models.published import published
 from narrowgauge.trainer.runs import lay_out
@@ -103,9 +103,9 @@ def seconds_of_a_step(config, dims, machine, counts):
     if step.memory.peak + host > machine.memory_bytes:
         return math.inf
     key = f"{config.recipe} {config.training}"
-    time, expected = expected_time(config, dims, machine, step, counts.get(key))
+    time = estimate(config, dims, machine, step, counts.get(key))
     counts[key] = time.count
-    return time.seconds / (1.0 if expected is None else expected.share)
+    return time.seconds_expected
 
 
 def scores(one, machine, title):

@@ -72,7 +72,12 @@ def ask(monkeypatch):
     return with_variables
 
 
-REFUSALS = {503: "the proxy finds no way on", 407: "give user and password", 403: "administrator", 404: "correct"}
+REFUSALS = {
+    503: "the proxy finds no way on",
+    407: "give user and password",
+    403: "administrator",
+    404: "correct",
+}
 
 
 @pytest.mark.parametrize("status", REFUSALS)

@@ -13,13 +13,7 @@ from narrowgauge.trainer.cluster.data_file import read_tables
 from narrowgauge.trainer.cluster.plan import cluster_spec
 from narrowgauge.trainer.cluster.plan.budget import parse_price, tokens_of
 from narrowgauge.trainer.cluster.plan.cluster_spec import Cluster, cluster_names, load_cluster
-from narrowgauge.trainer.cluster.plan.estimate import (
-    counted_expectation,
-    counted_step,
-    estimate,
-    expectation,
-    speeds_of,
-)
+from narrowgauge.trainer.cluster.plan.estimate import counted_step, estimate, expectation, speeds_of
 from narrowgauge.trainer.cluster.plan.plan import as_json, fewest_devices, make_plan
 from narrowgauge.trainer.simulate import (
     ALONE,
@@ -108,7 +102,7 @@ def test_a_format_that_the_device_lacks_is_priced_as_emulation():
         return estimate(narrow, dims, load_cluster(name), step)
 
     wide, hopper, a100 = of("bf16", "h100"), of("mxfp4", "h100"), of("bf16", "a100")
-    assert (hopper.backend.name, hopper.format) == ("emulated", "bf16")
+    assert (hopper.backend.name, hopper.formats[0]) == ("emulated", "bf16")
     assert hopper.causes.products == pytest.approx(wide.causes.products)
     assert hopper.causes.casts > 2 * wide.causes.casts
     assert of("nvfp4", "rtx4090").backend.name == "emulated"
@@ -234,14 +228,17 @@ def test_what_is_expected_of_one_gpu_is_counted():
     found, told = counted_step(five, ParallelDims(), h200), as_json(make_plan(five, 1, h200))["expect"]
     assert told["seconds"] == pytest.approx(found.seconds)
     assert told["counted"]["seconds"] == found.seconds
-    assert make_plan(five, 2, h200).expected.counted is None
+    assert not make_plan(five, 2, h200).time.expected.is_counted
     with pytest.raises(UserError, match="a compiled step is not counted"):
         count_step(config("fp8", SMALL | {"layers": 5}, compile=True), h200.facts)
     assert speeds_of(load_cluster("rtx4090")).bytes_per_s < speeds_of(h200).bytes_per_s
-    measured = expectation(h200.measured, 1, 10**9, "fp8")
-    assert counted_expectation(None, 1.0, measured) is measured
-    assert counted_expectation(found, 2 * found.seconds, None).share == 2, "a contradiction is not hidden"
-    assert counted_expectation(found, found.seconds, None, found.seconds).share == 0.5, "the host's link"
+    host = {"m": int(found.seconds_at_best * h200.host)}  # which is read and written
+    step = estimate_step(five)
+    step = StepEstimate(Memory(step.memory.device, host, step.memory.parameters), {})
+    copied = estimate(five, ParallelDims(), h200.model_copy(update={"measured": ()}), step, found)
+    assert copied.expected.share == copied.expected.least == copied.seconds / copied.seconds_expected
+    copies = copied.causes.copies
+    assert copied.seconds_expected == pytest.approx(found.seconds + copies), "the host's link"
 
 
 @pytest.mark.tier("thorough")

@@ -67,18 +67,6 @@ class Speeds:
             kernel_s=max(self.kernel_s, ceilings.kernel_s),
         )
 
-    def scaled(self, words: str, memory: float, products: Mapping[str, float]) -> "Speeds":
-        """The rates of another GPU, assuming that it reaches the same share of its data sheet.
-
-        Args:
-            words: the origin of the figures.
-            memory: its memory bandwidth over this one's, by data sheet.
-            `products`: the same for its matmuls, by format; attention scales with "bf16".
-        """
-        by_kind = {k: products.get(k.partition("-")[0], products["bf16"]) for k in self.flops_per_s}
-        rates = {kind: rate * by_kind[kind] for kind, rate in self.flops_per_s.items()}
-        return replace(self, words=words, bytes_per_s=self.bytes_per_s * memory, flops_per_s=rates)
-
 
 #: Attention's backward alone: derived from 503 TFLOP/s for forward and backward, and 620 for forward.
 _ATTENTION_BACKWARD = 2.5 / (3.5 / 503e12 - 1 / 620e12)

@@ -18,10 +18,9 @@ def doctor(
     console: given.Console,
 ) -> int:
     """Check this machine and say how to fix what is missing (then exit code 1)."""
-    from narrowgauge.trainer.cluster.doctor.doctor import as_json, check, print_items
-    from narrowgauge.trainer.cluster.doctor.read import read_facts
+    from narrowgauge.trainer.cluster.doctor.doctor import as_json, examine, print_items
 
-    verdicts = check(read_facts(data, tokenizer))
+    verdicts = examine(data, tokenizer)
     if json:
         print(as_json(verdicts))
     else:

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from narrowgauge.trainer.cluster.doctor import fit, host, network
 from narrowgauge.trainer.cluster.doctor.facts import Facts, Verdict
+from narrowgauge.trainer.cluster.doctor.read import read_facts
 
 _STYLES = {"OK": "green", "WARN": "yellow", "MISS": "bold red"}
 
@@ -46,6 +47,11 @@ CHECKS: dict[str, Callable[[Facts], Verdict | None]] = {
 def check(facts: Facts) -> dict[str, Verdict]:
     """The verdicts on a machine by item, derived from the facts alone."""
     return {item: verdict for item, judge in CHECKS.items() if (verdict := judge(facts))}
+
+
+def examine(data: str | None = None, tokenizer: str | None = None) -> dict[str, Verdict]:
+    """The verdicts by item on this machine and on the given data and tokenizer."""
+    return check(read_facts(data, tokenizer))
 
 
 def as_json(verdicts: Mapping[str, Verdict]) -> str:

@@ -141,8 +141,8 @@ def _refused(proxy: SplitResult, host: str, status: int) -> Hub:
     if status in (502, 503, 504):
         return Hub(
             f"{found}: the network up to the proxy is whole, and the proxy finds no way on",
-            "try again, then tell the proxy's administrator; until then fetch the data elsewhere and name its "
-            f"files; {_STAY_OFFLINE}",
+            "try again, then tell the proxy's administrator; until then fetch the data elsewhere and name "
+            f"its files; {_STAY_OFFLINE}",
         )
     if status in (403, 405):
         return Hub(found, f"ask the proxy's administrator to let {host} through; {_STAY_OFFLINE}")

@@ -129,12 +129,18 @@ class Cluster(Table):
         fp32 = self.vector or self.peak.get("fp32", min(self.peak.values()))
         return fp32 / 2 if self.facts.has_triton else math.inf
 
-    def format_for(self, compute: str) -> str:
-        """The format of matmuls in `compute`: `compute` itself, or fp32 if the device lacks it.
+    def format_of(self, kind: str, compute: str) -> str:
+        """The format that computes a kind of matmul of `simulate.operations`, in a recipe of `compute`.
 
-        A file without fp32 has bf16.
+        What the device lacks is computed in the next wider format that it has.
         """
-        return compute if compute in self.peak else "fp32" if "fp32" in self.peak else "bf16"
+        if kind == "fp32":
+            wanted = ["fp32"]
+        elif kind.startswith("attention") or kind == "bf16":  # 16 bits
+            wanted = [compute, "fp32"]
+        else:
+            wanted = [*(["fp4"] if kind == "fp4" else []), "fp8", compute, "fp32"]
+        return next((name for name in wanted if name in self.peak), "bf16")
 
     def speed(self, name: str) -> float:
         """FLOP/s of large matmuls: measured, or the format's peak times the share measured for bf16."""

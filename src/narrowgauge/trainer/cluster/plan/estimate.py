@@ -45,8 +45,6 @@ from narrowgauge.trainer.models import flops_per_token
 from narrowgauge.trainer.simulate import H200, Speeds, StepEstimate, WholeCount, count_whole
 from narrowgauge.trainer.training import Config
 
-#: The H200 format that stands for each kind of matmul.
-_KINDS = {"bf16": "bf16", "fp32": "fp32", "fp8": "fp8", "mxfp8": "fp8", "fp4": "fp8"}
 _PLAIN = Device(maker="nvidia", capability=(7, 0))  # stands for CPUs and unknown devices: no kernels
 
 
@@ -74,8 +72,19 @@ class Causes(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Expectation:
+    """The expected share of the best speed."""
+
+    share: float
+    least: float  # of the nearest measured runs; the share itself if there is none
+    most: float
+    runs: tuple[MeasuredRun, ...]  # the nearest
+    is_counted: bool = False  # whether the share comes from the count of the step, else from the runs
+
+
+@dataclass(frozen=True)
 class Estimate:
-    """The estimate of a step on a cluster: seconds by cause, traffic and MFU."""
+    """A step on a cluster: seconds by cause, traffic and MFU at best, and the share that is expected."""
 
     causes: Causes
     volumes: tuple[Volume, ...]  # what a device sends
@@ -85,16 +94,17 @@ class Estimate:
     attention: dict[str, str]  # for a narrow attention, the casts of both operands of each product, in words
     backend: Backend  # whether the recipe is native on the device, and why
     count: WholeCount  # the step of one process that the rest follows from
-
-    @property
-    def format(self) -> str:
-        """The format of most matmuls."""
-        return self.formats[0]
+    expected: Expectation | None  # None without a count for the device and without measured runs
 
     @property
     def seconds(self) -> float:
-        """Seconds of a step."""
+        """Seconds of a step at best."""
         return sum(self.causes)
+
+    @property
+    def seconds_expected(self) -> float:
+        """Expected seconds of a step; those at best if nothing else is known."""
+        return self.seconds / (1.0 if self.expected is None else self.expected.share)
 
 
 def estimate(
@@ -131,7 +141,12 @@ def estimate(
     used = flops_per_token(config.spec.model, config.data.sequence_length) * tokens / sum(causes)
     formats, peak = _formats(count, cluster, recipe.compute)
     mfu, attention = used / parallel_dims.size / peak, _products_of_attention(recipe)
-    return Estimate(causes, volumes, tokens, mfu, formats, attention, backend, count)
+    expected = expectation(cluster.measured, parallel_dims.size, step.memory.parameters, formats[0])
+    if cluster.facts.is_gpu and parallel_dims.size == 1 and not t.compile:
+        share = sum(causes) / (count.seconds + causes.copies)  # a count leaves out the copies
+        expected = expected or Expectation(share, share, share, ())
+        expected = replace(expected, share=share, is_counted=True)
+    return Estimate(causes, volumes, tokens, mfu, formats, attention, backend, count, expected)
 
 
 def _formats(count: WholeCount, cluster: Cluster, compute: str) -> tuple[tuple[str, ...], float]:
@@ -139,11 +154,11 @@ def _formats(count: WholeCount, cluster: Cluster, compute: str) -> tuple[tuple[s
 
     An emulated matmul counts as one in `compute`, with its peak, even if it takes a detour through fp32.
     """
-    wide = cluster.peak[cluster.format_for(compute)]
+    wide = cluster.peak[cluster.format_of("bf16", compute)]
     of_format: dict[str, float] = {}
     seconds = 0.0
     for kind, flops in count.flops.items():
-        name = format_of(kind, cluster, compute)
+        name = cluster.format_of(kind, compute)
         seconds += flops / max(wide, cluster.peak[name])
         if not kind.startswith("attention"):
             of_format[name] = of_format.get(name, 0.0) + flops
@@ -183,46 +198,26 @@ def counted_step(config: Config, parallel_dims: ParallelDims, cluster: Cluster) 
     alone = {"training": t.model_copy(update=together), "parallel": type(config.parallel)()}
     facts = cluster.facts if cluster.facts.is_gpu else _PLAIN
     compute = config.spec.recipe.compute
-    rates = {kind: cluster.speed(format_of(kind, cluster, compute)) for kind in H200.flops_per_s}
+    rates = {kind: cluster.speed(cluster.format_of(kind, compute)) for kind in H200.flops_per_s}
     ceilings = Speeds("ceilings", cluster.memory_bandwidth, rates, cluster.lane_rate, kernel_s=0.0)
     speeds = replace(speeds_of(cluster, compute), lanes_per_s=cluster.lane_rate)
     return count_whole(config.model_copy(update=alone), facts, speeds, ceilings)
 
 
-def format_of(kind: str, cluster: Cluster, compute: str) -> str:
-    """The cluster's format that computes a kind of matmul of `simulate.operations`."""
-    wide = cluster.format_for(compute)
-    if kind.startswith("attention") or kind == "bf16":  # 16 bits
-        return wide
-    if kind == "fp32":
-        return cluster.format_for("fp32")
-    fp8 = "fp8" if "fp8" in cluster.peak else wide
-    return "fp4" if kind == "fp4" and "fp4" in cluster.peak else fp8
-
-
 def speeds_of(cluster: Cluster, compute: str = "bf16") -> Speeds:
-    """The speeds of a cluster's device, for a recipe that computes in a format."""
+    """The speeds of a cluster's device, for a recipe that computes in a format: an H200's share of the data
+    sheet is assumed."""
     here = load_cluster("h200")
-    products = {
-        kind: cluster.speed(format_of(kind, cluster, compute)) / here.speed(of_h200)
-        for kind, of_h200 in _KINDS.items()
+    rates = {
+        kind: rate
+        * (cluster.speed(cluster.format_of(kind, compute)) / here.speed(here.format_of(kind, "bf16")))
+        for kind, rate in H200.flops_per_s.items()
     }
     words = "an H200's, measured"
     if cluster.device != here.device:
         words = f"an H200's, in the proportion of data sheets to {cluster.device or cluster.title}"
-    memory = cluster.memory_bandwidth / here.memory_bandwidth
-    return H200.scaled(words, memory, products)
-
-
-@dataclass(frozen=True)
-class Expectation:
-    """The expected share of the best speed."""
-
-    share: float
-    least: float  # of the nearest measured runs; the share itself if there is none
-    most: float
-    runs: tuple[MeasuredRun, ...]  # the nearest
-    counted: WholeCount | None = None  # what the share comes from; None if from the runs
+    memory = H200.bytes_per_s * (cluster.memory_bandwidth / here.memory_bandwidth)
+    return replace(H200, words=words, bytes_per_s=memory, flops_per_s=rates)
 
 
 def expectation(
@@ -243,19 +238,3 @@ def expectation(
     nearest = tuple(run for run in measured if distance(run) == least_apart)
     shares = [min(1.0, run.share) for run in nearest]  # nothing is expected to exceed the best
     return Expectation(math.prod(shares) ** (1 / len(shares)), min(shares), max(shares), nearest)
-
-
-def counted_expectation(
-    counted: WholeCount | None, at_best: float, measured: Expectation | None, copies: float = 0.0
-) -> Expectation | None:
-    """The expected share of the best speed, from a count and the measured runs; without a count, from these.
-
-    `at_best` are the seconds of the same step at best, by the same count; `copies` are seconds of copies
-    between the host's memory and the device's, which a count leaves out.
-    """
-    if counted is None:
-        return measured
-    share = at_best / (counted.seconds + copies)
-    if measured is None:
-        return Expectation(share, share, share, (), counted)
-    return replace(measured, share=share, counted=counted)

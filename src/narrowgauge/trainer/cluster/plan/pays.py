@@ -14,7 +14,8 @@ from typing import Any
 
 from narrowgauge.forecast import Forecast, Forecaster
 from narrowgauge.system.devices import imagine
-from narrowgauge.trainer.cluster.plan.plan import Plan, expected_time
+from narrowgauge.trainer.cluster.plan.estimate import estimate
+from narrowgauge.trainer.cluster.plan.plan import Plan
 from narrowgauge.trainer.models import count_block_weights
 from narrowgauge.trainer.simulate import estimate_step
 
@@ -76,9 +77,7 @@ def breakeven(plan: Plan, tokens: int) -> Breakeven:
     wide = config.model_copy(update={"recipe": type(config.recipe)(name=REFERENCE)})
     with imagine(cluster.facts):
         step = estimate_step(wide, dims)
-    time, expected = expected_time(wide, dims, cluster, step)
-    own, others = (1.0 if e is None else e.share for e in (plan.expected, expected))
-    speed = (time.seconds / others) / (plan.time.seconds / own)
+    speed = estimate(wide, dims, cluster, step).seconds_expected / plan.time.seconds_expected
     budget = tokens or config.training.steps * plan.time.tokens
     size = count_block_weights(config.spec.model)
     forecast = Forecaster().forecast(config.spec.recipe, size, budget, config.recipe.name)

@@ -15,13 +15,7 @@ from narrowgauge.system.devices import Device, imagine
 from narrowgauge.system.units import human_bytes
 from narrowgauge.trainer.cluster.plan.budget import Price
 from narrowgauge.trainer.cluster.plan.cluster_spec import Cluster
-from narrowgauge.trainer.cluster.plan.estimate import (
-    Estimate,
-    Expectation,
-    counted_expectation,
-    estimate,
-    expectation,
-)
+from narrowgauge.trainer.cluster.plan.estimate import Estimate, estimate
 from narrowgauge.trainer.models import count_parameters
 from narrowgauge.trainer.runs import choose_device, lay_out
 from narrowgauge.trainer.runs.loop.resolve import room_here
@@ -29,7 +23,6 @@ from narrowgauge.trainer.simulate import (
     Memory,
     Room,
     StepEstimate,
-    WholeCount,
     estimate_memory,
     estimate_step,
     fitting,
@@ -61,8 +54,7 @@ class Plan:
             the memory with them; None if there is none.
         backend: whether the recipe is native on the device; None if the device is unknown.
         gpu: the facts of the device for which memory is counted; None if it is unknown.
-        time: the time at best; None without a cluster.
-        expected: the expected share of it; None without a count and without measured runs.
+        time: the time at best, and the share of it that is expected; None without a cluster.
         chosen: sentences about values that were chosen because the user set none.
     """
 
@@ -74,7 +66,6 @@ class Plan:
     backend: Backend | None
     gpu: Device | None = None
     time: Estimate | None = None
-    expected: Expectation | None = None
     cluster: Cluster | None = None
     chosen: tuple[str, ...] = ()
     fitting: tuple[str, Memory] | None = None
@@ -132,16 +123,16 @@ def make_plan(
         if not room.fits(step.memory, parallel_dims):
             show(f"it does not fit into {human_bytes(room.limit)}; the smallest change that fits ...")
             change = fitting(config, lambda m: room.fits(m, parallel_dims), room.has_host, parallel_dims)
-    time = expected = backend = None
+    time = backend = None
     if cluster is not None:
         show("the time of a step ...")
-        time, expected = expected_time(config, parallel_dims, cluster, step)
+        time = estimate(config, parallel_dims, cluster, step)
         backend = time.backend
     elif gpu is not None:
         backend = choose_backend(config.spec.recipe, gpu, config.recipe.backend)
     return Plan(
         *(config, parallel_dims, step, room, fewest, backend, gpu),
-        *(time, expected, cluster, chosen, change),
+        *(time, cluster, chosen, change),
     )
 
 
@@ -176,21 +167,6 @@ def fewest_devices(
             if fits(found, mesh):
                 return Fewest(mesh, size, found)
     return None
-
-
-def expected_time(
-    config: Config,
-    parallel_dims: ParallelDims,
-    cluster: Cluster,
-    step: StepEstimate,
-    count: WholeCount | None = None,
-) -> tuple[Estimate, Expectation | None]:
-    """The time of a step at best, and the share of it that a run is expected to reach; as `estimate`."""
-    time = estimate(config, parallel_dims, cluster, step, count)
-    measured = expectation(cluster.measured, parallel_dims.size, step.memory.parameters, time.format)
-    is_counted = cluster.facts.is_gpu and parallel_dims.size == 1 and not config.training.compile
-    counted = time.count if is_counted else None
-    return time, counted_expectation(counted, time.seconds, measured, time.causes.copies)
 
 
 def room_of(config: Config, cluster: Cluster | None) -> Room:
@@ -253,23 +229,28 @@ def as_json(plan: Plan, tokens: int = 0, asked: Price | None = None) -> dict[str
         return table
     time, price = plan.time, price_of(plan, asked)
     budget = tokens or plan.config.training.steps * time.tokens
-    more = {name: getattr(time, name) for name in ("seconds", "mfu", "tokens", "format")}
-    table["step"] = time.causes._asdict() | more
+    table["step"] = time.causes._asdict()
+    table["step"] |= {
+        "seconds": time.seconds,
+        "mfu": time.mfu,
+        "tokens": time.tokens,
+        "format": time.formats[0],
+    }
     table["sent"] = [asdict(volume) for volume in time.volumes]
     if time.attention:
         table["attention"] = {"products": time.attention}
     currency = {"currency": price.currency, "device_hour": price.amount} if price else {}
     table["run"] = {"tokens": budget, **cost_of(plan, budget, price), **currency}
-    if (e := plan.expected) is not None:
+    if (e := time.expected) is not None:
         table["expect"] = {
             "share": e.share,
             "least": e.least,
             "most": e.most,
-            "seconds": time.seconds / e.share,
+            "seconds": time.seconds_expected,
             "mfu": time.mfu * e.share,
             "runs": [run.model_dump() for run in e.runs],
             **cost_of(plan, budget, price, e.share),
         }
-        if e.counted is not None:
-            table["expect"]["counted"] = {"seconds": e.counted.seconds, "speeds": e.counted.words}
+        if e.is_counted:
+            table["expect"]["counted"] = {"seconds": time.count.seconds, "speeds": time.count.words}
     return table

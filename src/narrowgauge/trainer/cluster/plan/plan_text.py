@@ -134,7 +134,7 @@ def _traffic(time: Estimate) -> Parts:
 
 
 def _time(plan: Plan, time: Estimate, tokens: int, price: Price | None) -> Table:
-    e, devices = plan.expected, plan.parallel_dims.size
+    e, devices = time.expected, plan.parallel_dims.size
     shares = [1.0] if e is None else [1.0, e.share]
     table = _table(f"a step of {time.tokens:,} tokens", *("at best", "expect")[: len(shares)])
     mark = ", emulated" if time.backend.name == "emulated" else ""
@@ -178,12 +178,12 @@ def _reasons(plan: Plan, time: Estimate, asked: Price | None) -> Parts:
     if time.attention:
         words = ", ".join(f"{product} {casts}" for product, casts in time.attention.items())
         yield f"attention: {words}; emulated in fp32, all scores, forward and backward"
-    if plan.expected is None:
+    if time.expected is None:
         yield (
             "no column expect: nothing is counted, and the cluster's file has no measured run ([[measured]])"
         )
     else:
-        yield _sources(plan.expected, time)
+        yield _sources(time.expected, time)
     if (price := price_of(plan, asked)) is not None:
         source = "--price" if asked else "the cluster's file; --price overrides it"
         currency = "" if price.currency else ", in a currency that --price does not name"
@@ -192,14 +192,14 @@ def _reasons(plan: Plan, time: Estimate, asked: Price | None) -> Parts:
 
 def _sources(e: Expectation, time: Estimate) -> str:
     """The count or the runs that an expectation comes from, in words."""
-    if (c := e.counted) is not None:
-        micro = c.expected.further
+    if e.is_counted:
+        micro = time.count.expected.further
         beside = f"; runs of others nearest to it reached {_interval(100 * e.least, 100 * e.most, '%')}"
         return (
-            f"expect: {_figure(time.seconds / e.share)} s a step, {100 * e.share:.0f} % of the best: counted "
+            f"expect: {_figure(time.seconds_expected)} s a step, {100 * e.share:.0f} % of the best: counted "
             f"for this GPU{', and the copies from and to the host' if time.causes.copies else ''} "
             f"({micro.launches:,} launches and {micro.bytes / 1e9:,.0f} GB a micro-batch; "
-            f"speeds: {c.words}){beside if e.runs else ''}; not measured with this program"
+            f"speeds: {time.count.words}){beside if e.runs else ''}; not measured with this program"
         )
     runs = ", ".join(f"{run.run} {100 * run.share:.0f} %" for run in e.runs)
     sources = "; ".join(dict.fromkeys(run.source for run in e.runs))

@@ -26,7 +26,8 @@ from narrowgauge.system.units import human_count
 from narrowgauge.trainer.cluster.launch.site import site_names
 from narrowgauge.trainer.cluster.plan.budget import Price
 from narrowgauge.trainer.cluster.plan.cluster_spec import Cluster, cluster_name, cluster_names, load_cluster
-from narrowgauge.trainer.cluster.plan.plan import expected_time, make_plan, room_of
+from narrowgauge.trainer.cluster.plan.estimate import estimate
+from narrowgauge.trainer.cluster.plan.plan import make_plan, room_of
 from narrowgauge.trainer.experiment.design import with_keys
 from narrowgauge.trainer.laboratory.advise.result import Advice, Answer
 from narrowgauge.trainer.laboratory.arguments import Progress, Values
@@ -137,10 +138,9 @@ class Space:
 
     def timed(self, point: Point) -> Point:
         """A point with the expected seconds of its step."""
-        count = self.counts.get(point.setting)
-        time, expected = expected_time(point.config, self.dims, self.cluster, point.step, count)
+        time = estimate(point.config, self.dims, self.cluster, point.step, self.counts.get(point.setting))
         self.counts[point.setting] = time.count
-        return point._replace(seconds=time.seconds / (1.0 if expected is None else expected.share))
+        return point._replace(seconds=time.seconds_expected)
 
     def least(self) -> Point:
         """The point that needs the least memory: of the smallest micro-batch, or of a single one.
