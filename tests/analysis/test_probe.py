@@ -13,7 +13,7 @@ from narrowgauge.system.errors import UserError
 from narrowgauge.trainer.analysis import probe, probe_json
 from narrowgauge.trainer.analysis.gradient import Position, loss_and_gradient
 from narrowgauge.trainer.analysis.probe import Subject
-from narrowgauge.trainer.data import training_batch
+from narrowgauge.trainer.data import Mixture, TokenStream, training_batch
 from narrowgauge.trainer.training import make_config
 from narrowgauge.trainer.training.step.build_model import build_model
 
@@ -26,7 +26,8 @@ def subject(tiny):
     spec = make_config(tiny({"recipe.name": "fp32", "model.initial_std": 0.02})).spec
     weights = {n: p.detach().clone() for n, p in build_model(spec, CPU).named_parameters()}
     tokens = np.random.default_rng(1).integers(0, 257, 4096, dtype=np.int32)
-    batches = [training_batch(tokens, 0, first, 4, 32) for first in (0, 4, 8)]
+    train = Mixture((TokenStream((tokens,)),))
+    batches = [training_batch(train, 0, first, 4, 32) for first in (0, 4, 8)]
     return Subject(spec, weights, Position(7, 3, 10, 4), batches, CPU)
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from narrowgauge.trainer.data import open_token_file, write_token_file
+from narrowgauge.trainer.data import Mixture, TokenStream, open_token_file, write_token_file
 
 WORDS = ["narrow", "gauge", "rail", "train", "coal", "steam", "<|endoftext|>", "valley", "café", "signal"]
 
@@ -29,4 +29,4 @@ def source(tmp_path):
 def tokens(tmp_path):
     """101 tokens, token i is i: the ids of a batch show where it was taken."""
     write_token_file(tmp_path / "train.bin", [np.arange(101)], 257)
-    return open_token_file(tmp_path / "train.bin")
+    return Mixture((TokenStream((open_token_file(tmp_path / "train.bin"),)),))

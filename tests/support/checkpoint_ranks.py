@@ -10,6 +10,7 @@ import resource
 import signal
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -187,10 +188,13 @@ def in_background(
         except Exception as error:
             said.append(f"{type(error).__name__}: {error}")
 
+    def plan_for(step, group):
+        return plan_save(Path(path), step, local_tensors, state, 2, "run", group)
+
     for step in steps:
         fill(local_tensors, local_tensors_of(tensors_of(step), rank, ranks))
         state["step"] = state["list"][0] = step
-        attempt(lambda s=step: saver.save(Path(path), s, local_tensors, state, 2, "run"), "begun")
+        attempt(partial(saver.save, partial(plan_for, step)), "begun")
         published.append(published_steps(Path(path)))
         fill(local_tensors, local_tensors_of(tensors_of(10**6), rank, ranks))
         state["list"][0] = -1

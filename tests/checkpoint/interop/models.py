@@ -1,8 +1,11 @@
 """Small models under recipes, and exports of them."""
 
+import pytest
 import torch
 
 from narrowgauge.nn import convert, set_step
+from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.checkpoint.interop.external_model import read_external_model
 from narrowgauge.trainer.checkpoint.interop.gguf_model import write_gguf_model
 from narrowgauge.trainer.checkpoint.interop.huggingface import write_folder
 from narrowgauge.trainer.checkpoint.interop.quantized_export import write_quantized
@@ -45,6 +48,15 @@ def export(to, folder, model, dtype=torch.float32, scales=None):
     if to == "hf":
         return write_folder(folder, model.config, *settings)
     return write_quantized(folder, model, *settings, None, scales, to)
+
+
+def refused(path, *words):
+    """A model that is not read, and the words of the sentence that says why."""
+    with pytest.raises(UserError) as error:
+        read_external_model(path)
+    said = str(error.value)
+    assert all(str(word) in said for word in words), said
+    assert "\n" not in said
 
 
 def ours_from(read):

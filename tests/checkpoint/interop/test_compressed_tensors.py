@@ -73,7 +73,7 @@ def test_the_package_and_import_read_the_numbers_of_training(tmp_path, name):
     (scheme,) = described.config_groups.values()
     compressor = BaseCompressor.get_value_from_registry(described.format)
     read = read_external_model(tmp_path)
-    assert read.precision == f"fp32 and {described.format.split('-')[0].replace('float', 'fp8')}"
+    assert read.precisions == {"fp32", described.format.split("-")[0].replace("float", "fp8")}
     narrow = 0
     for pair in name_map(model.config):
         for theirs, mine in pair.split(read.tensors[pair.ours]):

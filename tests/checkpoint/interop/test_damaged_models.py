@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from checkpoint.interop.models import refused
 from narrowgauge.system.errors import UserError
 from narrowgauge.trainer.checkpoint.interop.external_model import read_external_model
 from narrowgauge.trainer.checkpoint.interop.huggingface import write_folder
@@ -39,14 +40,6 @@ def folder(tmp_path, model):
 @pytest.fixture
 def parts(tmp_path, model):
     return written(tmp_path / "parts", model, shard_bytes=50_000)
-
-
-def refused(path, *words):
-    with pytest.raises(UserError) as error:
-        read_external_model(path)
-    said = str(error.value)
-    assert all(str(word) in said for word in words), said
-    assert "\n" not in said
 
 
 @case("C6", tier="quick")

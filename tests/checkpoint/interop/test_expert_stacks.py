@@ -8,10 +8,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Mxfp4Config
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from checkpoint.interop.models import ours_from
+from checkpoint.interop.models import ours_from, refused
 from checkpoint.interop.test_huggingface import IDS, make
 from narrowgauge.quantization import quantize
-from narrowgauge.system.errors import UserError
 from narrowgauge.trainer.checkpoint.interop.external_model import read_external_model
 from narrowgauge.trainer.checkpoint.interop.quantized_weights import dequantize
 
@@ -73,7 +72,7 @@ def test_a_mixture_computes_with_what_transformers_decodes(tmp_path, family, cha
         for matrix in MATRICES:
             getattr(experts, matrix).data.copy_(wide(*of_layer(stacks, layer, matrix)))
     read = read_external_model(tmp_path)
-    assert read.precision == "fp32 and mxfp4"
+    assert read.precisions == {"fp32", "mxfp4"}
     with torch.no_grad():
         torch.testing.assert_close(ours_from(read)(IDS), theirs(IDS).logits, rtol=1e-4, atol=1e-4)
     down = wide(*of_layer(stacks, 1, "down_proj"))
@@ -83,9 +82,7 @@ def test_a_mixture_computes_with_what_transformers_decodes(tmp_path, family, cha
 
 def test_gpt_oss_is_refused_with_a_way_out_that_works(tmp_path):
     stacks = packed(tmp_path, make("gpt_oss"))
-    words = r"attention sinks.*Mxfp4Config\(dequantize=True\).*narrowgauge.convert"
-    with pytest.raises(UserError, match=words):
-        read_external_model(tmp_path)
+    refused(tmp_path, "attention sinks", "Mxfp4Config(dequantize=True)", "narrowgauge.convert")
     settings = {"quantization_config": Mxfp4Config(dequantize=True), "dtype": torch.float32}
     model = AutoModelForCausalLM.from_pretrained(tmp_path, **settings)
     for matrix in MATRICES:
@@ -113,8 +110,6 @@ def test_other_stacks_are_refused_in_a_sentence(tmp_path):
         blocks, scales = change(tensors.pop(f"{STACK}_blocks"), tensors.pop(f"{STACK}_scales"))
         changed = {f"{STACK}_blocks": blocks} | ({} if scales is None else {f"{STACK}_scales": scales})
         save_file(tensors | changed, tmp_path / "model.safetensors")
-        with pytest.raises(UserError, match=words):
-            read_external_model(tmp_path)
+        refused(tmp_path, words)
     save_file(sound | {STACK: torch.ones(4, 64, 32)}, tmp_path / "model.safetensors")
-    with pytest.raises(UserError, match=rf"tensor '{STACK}', for which"):  # beside the blocks
-        read_external_model(tmp_path)
+    refused(tmp_path, f"tensor '{STACK}', for which")  # beside the blocks

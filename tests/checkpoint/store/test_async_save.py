@@ -4,19 +4,22 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
 
-from narrowgauge.trainer.checkpoint import AsyncSaver, newest_valid, steps
+from narrowgauge.trainer.checkpoint import AsyncSaver, newest_valid, plan_save, steps
 from narrowgauge.trainer.checkpoint.store.before_save import PoisonedError
 from narrowgauge.trainer.checkpoint.store.index import full_tensor
 from support.checkpoint_ranks import assert_whole
 from support.fault_table import case
 
 
-def held(value):
-    return {"model": {"w": [full_tensor(torch.full((1000,), float(value)))]}}
+def planned(path, step, value):
+    """A plan to save one tensor of this value."""
+    held = {"model": {"w": [full_tensor(torch.full((1000,), float(value)))]}}
+    return partial(plan_save, path, step, held, {}, 2, "run")
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.tier("thorough")), 3])
@@ -61,25 +64,25 @@ def test_killed_with_a_save_under_way_the_previous_one_is_valid(tmp_path, on_ran
 def test_one_process_reports_at_the_next_call_and_once(tmp_path):
     with AsyncSaver() as saver:
         assert saver.wait() is None
-        saver.save(tmp_path, 1, held(torch.nan), {}, 2, "run")
+        saver.save(planned(tmp_path, 1, torch.nan))
         with pytest.raises(PoisonedError, match="'w' of 'model'"):
-            saver.save(tmp_path, 2, held(2), {}, 2, "run")
+            saver.save(planned(tmp_path, 2, 2))
         assert steps(tmp_path) == []
-        saver.save(tmp_path, 2, held(2), {}, 2, "run")
+        saver.save(planned(tmp_path, 2, 2))
         assert saver.wait() == tmp_path / "step-2"
     with pytest.raises(PoisonedError), AsyncSaver() as saver:  # leaving the block waits and raises
-        saver.save(tmp_path, 3, held(torch.inf), {}, 2, "run")
+        saver.save(planned(tmp_path, 3, torch.inf))
     assert steps(tmp_path) == [2]
 
 
 @pytest.mark.tier("thorough")  # waits for a slow disk
 def test_the_end_of_a_process_waits_for_its_save(tmp_path):
     script = (
-        "import sys, torch; from pathlib import Path;"
-        "from narrowgauge.trainer.checkpoint import AsyncSaver;"
+        "import sys, torch; from functools import partial; from pathlib import Path;"
+        "from narrowgauge.trainer.checkpoint import AsyncSaver, plan_save;"
         "from narrowgauge.trainer.checkpoint.store.index import full_tensor;"
         "tensors = {'m': {'w': [full_tensor(torch.ones(4_000_000))]}};"
-        "AsyncSaver().save(Path(sys.argv[1]), 1, tensors, {}, 2, 'run')"
+        "AsyncSaver().save(partial(plan_save, Path(sys.argv[1]), 1, tensors, {}, 2, 'run'))"
     )
     subprocess.run([sys.executable, "-c", script, tmp_path], check=True)
     assert newest_valid(tmp_path, "run") == (tmp_path / "step-1", [])

@@ -75,7 +75,7 @@ def test_batch_of_separate_documents_has_positions_and_skips_targets_at_document
     end_first, ids, positions, targets, count
 ):
     row = np.array([9, 1, 2, 3, 9, 4, 5] if end_first else [1, 2, 3, 9, 4, 5, 6, 9])
-    stream = TokenStream((row,), (END,), end_first)
+    stream = Mixture((TokenStream((row,), (END,), end_first),))
     batch = training_batch(stream, 0, 0, 1, len(ids), separate_documents=True)
     assert batch.x_BT.tolist() == [ids]
     assert batch.position_BT.tolist() == [positions]
@@ -88,7 +88,7 @@ def test_batch_of_separate_documents_has_positions_and_skips_targets_at_document
 
 def test_a_mixture_draws_each_sample_from_its_stream(tokens):
     other = TokenStream((np.arange(1000, 1500),))
-    mixture = Mixture((TokenStream((tokens,)), other), shares_of([0.25, 0.75]))
+    mixture = Mixture((*tokens.streams, other), shares_of([0.25, 0.75]))
     x_BT, y_BT = training_batch(mixture, 2, 50, 400, 10)
     stream_N, window_N = mixed_samples(2, 50, 400, [10, 49], mixture.shares)
     assert x_BT[:, 0].tolist() == (window_N * 10 + 1000 * stream_N).tolist()

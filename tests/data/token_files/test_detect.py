@@ -10,7 +10,7 @@ import pytest
 from narrowgauge.system.errors import UserError
 from narrowgauge.trainer.data import open_data, write_megatron, write_token_file
 from narrowgauge.trainer.data.token_files.layouts import open_tokens
-from narrowgauge.trainer.data.token_files.token_file import TokenWriter
+from narrowgauge.trainer.data.token_files.tokens import TokenWriter
 
 RNG = np.random.default_rng(0)
 IDS = np.minimum(RNG.geometric(0.01, 5000) * 7, 50256)  # a few often, many seldom, as in a text

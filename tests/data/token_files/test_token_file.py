@@ -9,7 +9,7 @@ import pytest
 
 from narrowgauge.system.errors import UserError
 from narrowgauge.trainer.data import open_token_file, write_token_file
-from narrowgauge.trainer.data.token_files.token_file import TokenFile
+from narrowgauge.trainer.data.token_files.tokens import TokenFile
 from support.fault_table import case
 
 

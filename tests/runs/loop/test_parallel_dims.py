@@ -1,10 +1,11 @@
 """What a grid of processes cannot do is refused by name, before any data is read."""
 
+import numpy as np
 import pytest
 import torch
 
 from narrowgauge.system.errors import UserError
-from narrowgauge.trainer.data import validation_batches
+from narrowgauge.trainer.data import Mixture, TokenStream, validation_batches
 from narrowgauge.trainer.runs.loop.resolve import lay_out, parallel_dims_of
 from narrowgauge.trainer.runs.run_directory import RunDirectory
 from narrowgauge.trainer.training.config.config import held_out_sequences, load_values, make_config
@@ -155,7 +156,7 @@ def test_a_validation_is_of_the_same_text_however_a_step_is_divided(processes):
     found = lay_out(make_config(values), processes).config
     sequences = held_out_sequences(found.training, found.validation.batches)
     assert sequences == 3 * 8
-    size, tokens = found.training.micro_batch_size, torch.arange(1000).numpy()
+    size, tokens = found.training.micro_batch_size, Mixture((TokenStream((np.arange(1000),)),))
     held_out = [batch.x_BT[:, 0] for batch in validation_batches(tokens, size, 10, sequences=sequences)]
     assert torch.equal(torch.cat(held_out), torch.arange(24) * 99 // 24 * 10)
     given = {**values, "training": {"batch_size": 16, "micro_batch_size": 4}}

@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from narrowgauge.trainer.data.preparation.prepare import Progress as Progress
     from narrowgauge.trainer.data.preparation.prepare import prepare as prepare
     from narrowgauge.trainer.data.token_files.layouts import write_megatron as write_megatron
-    from narrowgauge.trainer.data.token_files.token_file import Tokens as Tokens
-    from narrowgauge.trainer.data.token_files.token_file import open_token_file as open_token_file
-    from narrowgauge.trainer.data.token_files.token_file import write_token_file as write_token_file
-    from narrowgauge.trainer.data.token_files.token_stream import Dataset as Dataset
-    from narrowgauge.trainer.data.token_files.token_stream import Mixture as Mixture
-    from narrowgauge.trainer.data.token_files.token_stream import TokenStream as TokenStream
+    from narrowgauge.trainer.data.token_files.tokens import Dataset as Dataset
+    from narrowgauge.trainer.data.token_files.tokens import Mixture as Mixture
+    from narrowgauge.trainer.data.token_files.tokens import Tokens as Tokens
+    from narrowgauge.trainer.data.token_files.tokens import TokenStream as TokenStream
+    from narrowgauge.trainer.data.token_files.tokens import open_token_file as open_token_file
+    from narrowgauge.trainer.data.token_files.tokens import write_token_file as write_token_file
     from narrowgauge.trainer.data.tokenization.tokenizer import Tokenizer as Tokenizer
     from narrowgauge.trainer.data.tokenization.tokenizer import bytes_tokenizer as bytes_tokenizer
     from narrowgauge.trainer.data.tokenization.tokenizer import ids_tokenizer as ids_tokenizer

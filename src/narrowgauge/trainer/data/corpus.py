@@ -2,7 +2,7 @@
 
 | file             | content                                                                          |
 |------------------|----------------------------------------------------------------------------------|
-| `train.bin`      | the training tokens, in the layout of `token_file`; if there are too many for    |
+| `train.bin`      | the training tokens, in the layout of `tokens`; if there are too many for    |
 |                  | one file, `train_000000.bin` and so on                                           |
 | `val.bin`        | the tokens of the held-out documents, in the same layout                         |
 | `tokenizer.json` | the tokenizer                                                                    |
@@ -24,8 +24,14 @@ from pydantic import BaseModel, Field, ValidationError
 
 from narrowgauge.system.errors import UserError
 from narrowgauge.system.files import sha256_of
-from narrowgauge.trainer.data.token_files.token_file import TokenFile, damaged, open_token_file
-from narrowgauge.trainer.data.token_files.token_stream import Dataset, Mixture, TokenStream, as_mixture
+from narrowgauge.trainer.data.token_files.tokens import (
+    Dataset,
+    Mixture,
+    TokenFile,
+    TokenStream,
+    damaged,
+    open_token_file,
+)
 from narrowgauge.trainer.data.tokenization.formats import TOKENIZER_FILE
 from narrowgauge.trainer.data.tokenization.tokenizer import load_tokenizer
 
@@ -96,7 +102,7 @@ def open_corpus(directory: Path) -> Corpus:
 
     def part(files: list[TokenFile]) -> Mixture:
         verified = (open_token_file(directory / file.name, file, manifest.vocab_size) for file in files)
-        return as_mixture(TokenStream(tuple(verified), (tokenizer.end_of_document,)))
+        return Mixture((TokenStream(tuple(verified), (tokenizer.end_of_document,)),))
 
     return Corpus(tokenizer, part(manifest.train), part(manifest.val), manifest.digest, directory, manifest)
 

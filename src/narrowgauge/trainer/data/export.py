@@ -26,8 +26,13 @@ from numpy.typing import NDArray
 from narrowgauge.system.errors import UserError, unknown
 from narrowgauge.system.files import staged_directory
 from narrowgauge.trainer.data.token_files.layouts import write_megatron
-from narrowgauge.trainer.data.token_files.token_file import SHARD_TOKENS, TokenWriter, shard_paths
-from narrowgauge.trainer.data.token_files.token_stream import Dataset, TokenStream
+from narrowgauge.trainer.data.token_files.tokens import (
+    SHARD_TOKENS,
+    Dataset,
+    TokenStream,
+    TokenWriter,
+    shard_paths,
+)
 from narrowgauge.trainer.data.tokenization.formats import TOKENIZER_FILE
 
 TOKEN_LAYOUTS = ("llmc", "megatron")

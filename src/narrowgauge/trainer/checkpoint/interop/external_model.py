@@ -14,7 +14,7 @@ from narrowgauge.trainer.checkpoint.interop.safetensors_reader import (
     pickle_at,
     refuse_pickle,
 )
-from narrowgauge.trainer.data.token_files.token_file import LlmcMagic
+from narrowgauge.trainer.data.token_files.tokens import LlmcMagic
 
 _GGUF = b"GGUF"  # the first bytes of a file
 

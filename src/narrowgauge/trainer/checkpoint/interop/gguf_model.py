@@ -67,7 +67,6 @@ from narrowgauge.trainer.checkpoint.interop.hf_config import family_of
 from narrowgauge.trainer.checkpoint.interop.name_map import (
     ExternalModel,
     NamePair,
-    external_model,
     name_map,
     require_layers,
     require_tensors,
@@ -167,15 +166,13 @@ def write_gguf_model(
         is_tied = pair.ours == "head.weight" and config.tied_head
         if is_tied and torch.equal(values_of(stored), values_of(found[_EMBEDDING][0])):
             continue
-        start = 0
-        for name, count in zip(pair.theirs, pair.rows or stored.shape[:1], strict=True):
-            rows = stored.data[start : start + count]
+        for name, which in pair.ranges(len(stored.data)):
+            rows = stored.data[which]
             if _alternates(name, config):
                 halves = rows.reshape(-1, 2, config.head_dim // 2, rows.shape[1])
-                rows = halves.swapaxes(1, 2).reshape(count, -1)
-            part = replace(stored, data=rows, shape=(count, *stored.shape[1:]))
+                rows = halves.swapaxes(1, 2).reshape(rows.shape)
+            part = replace(stored, data=rows, shape=(len(rows), *stored.shape[1:]))
             found.setdefault(_stack_of(name), []).append(part)
-            start += count
     tensors: dict[str, StoredRows] = {}
     for name, parts in found.items():
         tensors[name] = _stack(parts) if name.endswith("_exps.weight") else parts[0]
@@ -277,7 +274,7 @@ def read_gguf_external(path: Path) -> ExternalModel:
     kinds = {t.type.lower() for t in file.tensors.values() if len(t.shape) > 1}
     tokenizer = (beside, None) if beside.is_file() else (None, tokenizer_of(file.metadata))
     settings = settings_of(file.metadata)
-    return external_model("gguf", config, weights, path, kinds, tokenizer[0], settings, tokenizer[1])
+    return ExternalModel(path, "gguf", config, weights, kinds, tokenizer[0], settings, tokenizer[1])
 
 
 def _config(file: GgufFile) -> ModelConfig:

@@ -24,7 +24,6 @@ from narrowgauge.system.errors import UserError
 from narrowgauge.trainer.checkpoint.interop.hf_config import config_from, to_config
 from narrowgauge.trainer.checkpoint.interop.name_map import (
     ExternalModel,
-    external_model,
     name_map,
     require_layers,
     require_tensors,
@@ -79,7 +78,7 @@ def read_folder(folder: Path) -> ExternalModel:
         )
     tokenizer = inside(folder, TOKENIZER) if (folder / TOKENIZER).exists() else None
     settings = special_tokens_of(folder, values)
-    return external_model("hf", config, tensors, folder, weights.precisions, tokenizer, settings)
+    return ExternalModel(folder, "hf", config, tensors, weights.precisions, tokenizer, settings)
 
 
 def _quantization(folder: Path, values: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -24,10 +24,10 @@ from numpy.typing import NDArray
 
 from narrowgauge.system.errors import UserError
 from narrowgauge.trainer.checkpoint.interop.hf_config import FAMILIES
-from narrowgauge.trainer.checkpoint.interop.name_map import ExternalModel, external_model, parameter_shapes
+from narrowgauge.trainer.checkpoint.interop.name_map import ExternalModel, parameter_shapes
 from narrowgauge.trainer.checkpoint.interop.safetensors_reader import PRECISIONS, refuse_pickle
 from narrowgauge.trainer.checkpoint.store.before_save import is_finite
-from narrowgauge.trainer.data.token_files.token_file import LlmcMagic
+from narrowgauge.trainer.data.token_files.tokens import LlmcMagic
 from narrowgauge.trainer.models import ModelConfig
 
 VERSIONS = {3: torch.float32, 5: torch.bfloat16}
@@ -71,7 +71,7 @@ def read_llmc(path: Path) -> ExternalModel:
                 raise _wrong(path, f"a NaN or an infinity in {name}")
             tensors[name] = tensor[: config.vocab_size].clone() if name == _EMBEDDING else tensor
     tokenizer = path.with_name("tokenizer.json") if path.with_name("tokenizer.json").is_file() else None
-    return external_model("llmc", config, tensors, path, [PRECISIONS[dtype]], tokenizer, {})
+    return ExternalModel(path, "llmc", config, tensors, [PRECISIONS[dtype]], tokenizer, {})
 
 
 def write_llmc(

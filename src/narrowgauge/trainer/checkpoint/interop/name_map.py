@@ -11,6 +11,7 @@ for experts the folders of the hub, with one tensor for each, which transformers
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -70,11 +71,15 @@ class NamePair:
     rows: tuple[int, ...] = ()  # of our tensor in each external one; () if there is only one
     transposed: bool = False  # whether external tensors are stored as (in, out)
 
+    def ranges(self, length: int) -> Iterator[tuple[str, slice]]:
+        """The external tensors, by name, and which of the `length` rows of ours each holds."""
+        ends = list(accumulate(self.rows or (length,)))
+        yield from zip(self.theirs, map(slice, [0, *ends], ends), strict=True)
+
     def split(self, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """The external tensors, by name, as views of our tensor."""
-        parts = tensor.split(self.rows) if self.rows else (tensor,)
-        for name, part in zip(self.theirs, parts, strict=True):
-            yield name, part.T if self.transposed else part
+        for name, rows in self.ranges(len(tensor)):
+            yield name, tensor[rows].T if self.transposed else tensor[rows]
 
     def join(self, read: Callable[[str], torch.Tensor], origin: Path) -> torch.Tensor:
         """Our tensor, from the external ones that `read` returns by name; a `UserError` if they misfit."""
@@ -92,40 +97,32 @@ class NamePair:
 
 @dataclass(frozen=True)
 class ExternalModel:
-    """A model of another program in our names."""
+    """A model of another program in our names.
 
+    Raises:
+        UserError: the shape of a tensor contradicts the configuration.
+    """
+
+    origin: Path
     format: str  # "hf", "llmc" or "gguf"
     config: ModelConfig
-    tensors: Mapping[str, torch.Tensor]  # float32; a tied head is listed under both names
+    tensors: dict[str, torch.Tensor]  # float32; a tied head is listed under both names
+    precisions: Collection[str]  # the formats in which the tensors were stored, such as "bf16"
     tokenizer: Path | None  # the tokenizer.json that came with it
-    precision: str  # the formats in which the tensors were stored, such as "bf16", or "bf16 and fp32"
     special_tokens: Mapping[str, Any]  # `huggingface.special_tokens_of`
-    made_tokenizer: Tokenizer | None  # from the model's own file, if that holds one
+    made_tokenizer: Tokenizer | None = None  # from the model's own file, if that holds one
 
-
-def external_model(
-    format: str,
-    config: ModelConfig,
-    tensors: dict[str, torch.Tensor],
-    origin: Path,
-    precisions: Iterable[str],
-    tokenizer: Path | None,
-    special_tokens: Mapping[str, Any],
-    made_tokenizer: Tokenizer | None = None,
-) -> ExternalModel:
-    """The record of a model; a `UserError` names the first tensor whose shape contradicts `config`."""
-    if config.tied_head:
-        tensors["head.weight"] = tensors["embedding.weight"]
-    shapes = parameter_shapes(config)
-    assert tensors.keys() == shapes.keys()
-    for name, shape in shapes.items():
-        if tensors[name].shape != shape:
-            raise UserError(
-                f"{origin}: {name} has shape {tuple(tensors[name].shape)}, but its configuration requires "
-                f"{tuple(shape)}; give weights and configuration of one model"
-            )
-    precision = " and ".join(sorted(precisions))
-    return ExternalModel(format, config, tensors, tokenizer, precision, special_tokens, made_tokenizer)
+    def __post_init__(self) -> None:
+        if self.config.tied_head:
+            self.tensors["head.weight"] = self.tensors["embedding.weight"]
+        shapes = parameter_shapes(self.config)
+        assert self.tensors.keys() == shapes.keys()
+        for name, shape in shapes.items():
+            if (found := self.tensors[name].shape) != shape:
+                raise UserError(
+                    f"{self.origin}: {name} has shape {tuple(found)}, but its configuration requires "
+                    f"{tuple(shape)}; give weights and configuration of one model"
+                )
 
 
 def require_layers(config: ModelConfig, tensors: int, origin: Path) -> None:

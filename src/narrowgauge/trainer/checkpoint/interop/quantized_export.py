@@ -117,20 +117,18 @@ def write_quantized(
     layers: dict[str, Scheme | None] = {} if "head" in schemes else {"lm_head": None}
     for pair in name_map(model.config):
         module, _, parameter = pair.ours.rpartition(".")
-        names = [name.removesuffix(".weight") for name in pair.theirs]
         if module not in schemes or parameter != "weight":
             tensors += [(name, part.to(dtype)) for name, part in pair.split(weights[pair.ours])]
             if module.startswith("blocks.") and weights[pair.ours].ndim == 2:
-                layers |= dict.fromkeys(names)
+                layers |= dict.fromkeys(name.removesuffix(".weight") for name in pair.theirs)
             continue
-        scheme, q, start = schemes[module], narrow[module].forward_codes(), 0
-        for name, count in zip(names, pair.rows or (q.codes.shape[0],), strict=True):
-            parts = _parts(q, start, start + count)
+        scheme, q = schemes[module], narrow[module].forward_codes()
+        for name, rows in pair.ranges(len(q.codes)):
+            parts, layer = _parts(q, rows.start, rows.stop), name.removesuffix(".weight")
             if scheme.dynamic in INPUT_SCALES:
                 parts[INPUT_SCALES[scheme.dynamic]] = torch.tensor([measured[module]])
-            tensors += [(f"{name}.{part}", tensor) for part, tensor in parts.items()]
-            layers[name] = scheme
-            start += count
+            tensors += [(f"{layer}.{part}", tensor) for part, tensor in parts.items()]
+            layers[layer] = scheme
     if to == "modelopt":
         quantization = _in_modelopt(folder, layers)
         tensors = [_of_modelopt(name, tensor) for name, tensor in tensors]

@@ -25,7 +25,7 @@ from narrowgauge.system.errors import UserError
 from narrowgauge.trainer.checkpoint.store.before_save import is_finite
 from narrowgauge.trainer.checkpoint.store.manifest import plain_name, read_bounded
 from narrowgauge.trainer.checkpoint.store.safetensors_writer import write_safetensors
-from narrowgauge.trainer.data.token_files.token_file import PICKLE, ZIP
+from narrowgauge.trainer.data.token_files.tokens import PICKLE, ZIP
 
 SINGLE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

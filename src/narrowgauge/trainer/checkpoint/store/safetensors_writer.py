@@ -48,11 +48,12 @@ def write_safetensors(
     crash_point(f"write:{path.name}")
     order = sorted(tensors, key=lambda key: (-tensors[key].dtype.itemsize, key))
     size = 0
-    with naming(path), path.open("xb", buffering=0) as file, _hashing() as (hash_chunk, digest):
+    with naming(path), path.open("xb") as file, _hashing() as (hash_chunk, digest):
         for chunk in _chunks(_header(tensors, order, metadata), (tensors[key] for key in order)):
             hash_chunk(chunk)
-            _write_all(file.fileno(), chunk)
+            file.write(chunk)
             size += len(chunk)
+        file.flush()
         crash_point(f"written:{path.name}")
         os.fsync(file.fileno())
     crash_point(f"synced:{path.name}")
@@ -101,9 +102,3 @@ def _chunks(header: bytes, tensors: Iterator[torch.Tensor]) -> Iterator[memoryvi
         view = memoryview(flat.view(torch.uint8).numpy().data)
         for start in range(0, len(view), CHUNK):
             yield view[start : start + CHUNK]
-
-
-def _write_all(descriptor: int, data: memoryview) -> None:
-    """Write every byte, however few `write` accepts at a time."""
-    while data:
-        data = data[os.write(descriptor, data) :]

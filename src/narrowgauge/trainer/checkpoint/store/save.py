@@ -40,7 +40,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -241,32 +241,24 @@ def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
 
 def make_index(ranks: Sequence[Index]) -> Index:
     """Decide which rank writes which slice, from the descriptions of all ranks, in order."""
-    index: dict[str, dict[str, Entry]] = {}
+    index: dict[str, dict[str, Entry]] = {group: {} for rank in ranks for group in rank}
     held: list[tuple[int, int, str, str, TensorSlice, list[int]]] = []
-    for group in dict.fromkeys(group for rank in ranks for group in rank):
+    for group, name in dict.fromkeys((g, n) for rank in ranks for g, named in rank.items() for n in named):
         assert plain_name(group), f"{group!r} cannot be a file's name"
-        index[group] = {}
-        for name in dict.fromkeys(name for rank in ranks for name in rank.get(group, {})):
-            by_rank = {r: rank[group][name] for r, rank in enumerate(ranks) if name in rank.get(group, {})}
-            entry, holders = _merge(group, name, by_rank)
-            index[group][name] = entry
-            for s, who in holders.items():
-                held.append((len(who), -s.numel * entry.itemsize, group, name, s, who))
+        by_rank = {r: rank[group][name] for r, rank in enumerate(ranks) if name in rank.get(group, {})}
+        entry, holders = _merge(group, name, by_rank)
+        index[group][name] = entry
+        for s, who in holders.items():
+            held.append((len(who), -s.numel * entry.itemsize, group, name, s, who))
     load = [0] * len(ranks)  # bytes that each rank has to write
-    stored: dict[tuple[str, str], list[TensorSlice]] = {}
     for _, minus_bytes, group, name, s, who in sorted(held):  # those without a choice, then the largest
         rank = min(who, key=lambda r: load[r])
         load[rank] -= minus_bytes
-        is_full = s.size == index[group][name].shape
-        key = name if is_full else f"{name}@{','.join(map(str, s.offset))}"
-        file = file_name(group, rank, len(ranks))
-        stored.setdefault((group, name), []).append(replace(s, file=file, key=key))
-    return {
-        group: {
-            name: replace(entry, slices=tuple(stored.get((group, name), ()))) for name, entry in named.items()
-        }
-        for group, named in index.items()
-    }
+        entry = index[group][name]
+        key = name if s.size == entry.shape else f"{name}@{','.join(map(str, s.offset))}"
+        stored = replace(s, file=file_name(group, rank, len(ranks)), key=key)
+        index[group][name] = replace(entry, slices=(*entry.slices, stored))
+    return index
 
 
 def file_name(group: str, rank: int, ranks: int) -> str:
@@ -339,24 +331,16 @@ class AsyncSaver:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def save(
-        self,
-        directory: Path,
-        step: int,
-        local_tensors: LocalTensors,
-        state: Mapping[str, JSON],
-        keep: int,
-        run_id: str,
-    ) -> None:
-        """Begin a save; returns when tensors and state may change again. Arguments as for `plan_save`.
+    def save(self, plan_for: Callable[[dist.ProcessGroup | None], SavePlan]) -> None:
+        """Begin the save that `plan_for` plans for a group; returns when tensors and state may change again.
 
         It first waits for the save in progress. If that one failed, its error is raised and nothing is begun;
         the next call begins a save.
         """
         self.wait()
-        state = copy.deepcopy(dict(state))
-        plan = plan_save(directory, step, local_tensors, state, keep, run_id, self._group)
-        self._pending = self._thread.submit(SavePlan.write, replace(plan, tensors=self._copy(plan.tensors)))
+        plan = plan_for(self._group)
+        snapshot = replace(plan, tensors=self._copy(plan.tensors), state=copy.deepcopy(plan.state))
+        self._pending = self._thread.submit(snapshot.write)
 
     def wait(self) -> Path | None:
         """Wait for the save in progress and raise its error; returns its path, or None if there is none."""

@@ -6,7 +6,7 @@ one, and the last target of a window is the first token of the next window.
 
 Documents are therefore packed: a window holds the end of one, some complete ones and the start of another. By
 default they are not separated, and the model learns what the end-of-document id between them means. With
-`separate_documents`, each token comes with its position in its document (`token_stream`), so that a model can
+`separate_documents`, each token comes with its position in its document (`tokens`), so that a model can
 restrict attention to the document. The first token of the next document is then not predicted: its target is
 IGNORED, unless it is the end-of-document id, which marks how a document ends.
 
@@ -27,11 +27,8 @@ from numpy.typing import NDArray
 
 from narrowgauge.system.errors import UserError
 from narrowgauge.trainer.data.loading.sample_order import mixed_samples
-from narrowgauge.trainer.data.token_files.token_file import Tokens
-from narrowgauge.trainer.data.token_files.token_stream import Mixture, TokenStream, as_mixture
+from narrowgauge.trainer.data.token_files.tokens import Mixture
 from narrowgauge.trainer.models import IGNORED
-
-Source = Mixture | TokenStream | Tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,13 +59,13 @@ class Batch:
         return replace(self, x_BT=do(self.x_BT), y_BT=do(self.y_BT), position_BT=moved)
 
 
-def count_windows(tokens: Source, sequence_length: int, part: str = "training") -> int:
+def count_windows(tokens: Mixture, sequence_length: int, part: str = "training") -> int:
     """The number of windows in `tokens`, which is the number of samples in an epoch."""
-    return sum(_windows(as_mixture(tokens), sequence_length, part))
+    return sum(_windows(tokens, sequence_length, part))
 
 
 def training_batch(
-    tokens: Source,
+    tokens: Mixture,
     seed: int,
     first_sample: int,
     count: int,
@@ -80,14 +77,13 @@ def training_batch(
     Samples are counted from the start of the run, and each rank requests its own slice of those of a step.
     With `separate_documents` the batch has positions within documents (see the module).
     """
-    mixture = as_mixture(tokens)
-    windows = _windows(mixture, sequence_length, "training")
-    stream_B, window_B = mixed_samples(seed, first_sample, count, windows, mixture.shares)
-    return _batch(mixture, stream_B, window_B, sequence_length, separate_documents)
+    windows = _windows(tokens, sequence_length, "training")
+    stream_B, window_B = mixed_samples(seed, first_sample, count, windows, tokens.shares)
+    return _batch(tokens, stream_B, window_B, sequence_length, separate_documents)
 
 
 def validation_batches(
-    tokens: Source,
+    tokens: Mixture,
     batch_size: int,
     sequence_length: int,
     sequences: int | None = None,
@@ -103,15 +99,14 @@ def validation_batches(
             ones are spread evenly over the tokens of all streams.
         separate_documents: As for `training_batch`.
     """
-    mixture = as_mixture(tokens)
-    end_S = np.cumsum(_windows(mixture, sequence_length, "held-out"))
+    end_S = np.cumsum(_windows(tokens, sequence_length, "held-out"))
     windows = int(end_S[-1])
     taken = windows if sequences is None else min(windows, sequences)
     window_N = np.arange(taken, dtype=np.int64) * windows // taken
     stream_N = np.searchsorted(end_S, window_N, side="right")
     window_N -= np.append(0, end_S)[stream_N]
     parts = (slice(start, start + batch_size) for start in range(0, taken, batch_size))
-    return (_batch(mixture, stream_N[p], window_N[p], sequence_length, separate_documents) for p in parts)
+    return (_batch(tokens, stream_N[p], window_N[p], sequence_length, separate_documents) for p in parts)
 
 
 def _windows(mixture: Mixture, sequence_length: int, part: str) -> list[int]:
@@ -172,7 +167,7 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
 
     def __init__(
         self,
-        tokens: Source,
+        tokens: Mixture,
         seed: int,
         firsts: Iterator[int],
         count: int,

@@ -41,8 +41,14 @@ from narrowgauge.trainer.data.preparation.prepare import Progress, no_progress, 
 from narrowgauge.trainer.data.sources import open_source
 from narrowgauge.trainer.data.sources.readers import HUB
 from narrowgauge.trainer.data.token_files.source import Files, token_files
-from narrowgauge.trainer.data.token_files.token_file import OpenFile, check_ids, unfit
-from narrowgauge.trainer.data.token_files.token_stream import Dataset, Mixture, TokenStream, as_mixture
+from narrowgauge.trainer.data.token_files.tokens import (
+    Dataset,
+    Mixture,
+    OpenFile,
+    TokenStream,
+    check_ids,
+    unfit,
+)
 from narrowgauge.trainer.data.tokenization.formats import TOKENIZER_FILE, tokenizer_files
 from narrowgauge.trainer.data.tokenization.tokenizer import (
     Tokenizer,
@@ -175,7 +181,7 @@ def _of_token_files(
     digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()
     streams = [_stream(part, boundaries) for part in files if part]
     train, val = streams if len(streams) == 2 else _split_tail(streams[0])
-    return Dataset(chosen, as_mixture(train), as_mixture(val), digest)
+    return Dataset(chosen, Mixture((train,)), Mixture((val,)), digest)
 
 
 def _statistics(file: OpenFile, report: Progress) -> tuple[str, int, int]:

@@ -60,7 +60,7 @@ from narrowgauge.trainer.data.preparation.workers import (
 from narrowgauge.trainer.data.sources import no_text, open_source
 from narrowgauge.trainer.data.sources.readers import PIECE_ENOUGH
 from narrowgauge.trainer.data.sources.records import Chunk, Input, Rejected, unreadable
-from narrowgauge.trainer.data.token_files.token_file import TokenFile, TokenWriter, shard_paths, token_dtype
+from narrowgauge.trainer.data.token_files.tokens import TokenFile, TokenWriter, shard_paths, token_dtype
 from narrowgauge.trainer.data.tokenization.formats import TOKENIZER_FILE
 from narrowgauge.trainer.data.tokenization.tokenizer import (
     Tokenizer,

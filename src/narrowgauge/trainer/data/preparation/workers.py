@@ -25,7 +25,7 @@ from narrowgauge.system.errors import UserError
 from narrowgauge.system.processes import depend_on_parent
 from narrowgauge.trainer.data.sources.readers import cut_text
 from narrowgauge.trainer.data.sources.records import Chunk, Rejected
-from narrowgauge.trainer.data.token_files.token_file import token_dtype
+from narrowgauge.trainer.data.token_files.tokens import token_dtype
 from narrowgauge.trainer.data.tokenization.tokenizer import EncodeAll, batch_encoder, load_tokenizer
 
 A = TypeVar("A")

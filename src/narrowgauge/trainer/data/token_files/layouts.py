@@ -15,7 +15,7 @@ modded-nanogpt's files are llm.c's. A file is bare if it has an even number of b
 other layouts, is not text, is not in a format recognised by its first bytes (compressed, parquet, pickled
 ...), and its values repeat as in a text: fewer than half of them are distinct.
 
-Every file is memory-mapped; none is executed or unpickled. llm.c's layout, which is ours, is in `token_file`.
+Every file is memory-mapped; none is executed or unpickled. llm.c's layout, which is ours, is in `tokens`.
 
 **Megatron** has two files that share a name. NAME.bin holds the concatenated ids of all sequences, without a
 header. NAME.idx locates the sequences; its values are little-endian and unpadded:
@@ -66,7 +66,7 @@ from numpy.typing import NDArray
 from narrowgauge.system.errors import UserError
 from narrowgauge.system.files import staged_file
 from narrowgauge.trainer.data.sources.paths import file_type
-from narrowgauge.trainer.data.token_files.token_file import (
+from narrowgauge.trainer.data.token_files.tokens import (
     HEADER_BYTES,
     PICKLE,
     ZIP,

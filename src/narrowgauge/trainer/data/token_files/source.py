@@ -21,7 +21,7 @@ from narrowgauge.system.errors import UserError
 from narrowgauge.system.files import user_path
 from narrowgauge.trainer.data.sources.paths import LINES, TABLE, file_type, visible_files, warn_of_the_rest
 from narrowgauge.trainer.data.token_files.layouts import BESIDE_DATATROVE, DATATROVE, is_idle, open_tokens
-from narrowgauge.trainer.data.token_files.token_file import OpenFile, unfit
+from narrowgauge.trainer.data.token_files.tokens import OpenFile, unfit
 
 _ENDINGS = (".bin", ".npy", DATATROVE)
 _HELD_OUT_WORDS = {"val", "valid", "validation", "eval"}

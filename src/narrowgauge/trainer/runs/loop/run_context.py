@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -70,13 +70,12 @@ class Checkpointer:
         self.directory.require_there()
         trainer.check_replicas()
         self.directory.sync_metrics()
-        directory, keep = self.directory.checkpoints, trainer.config.checkpoint.keep
+        plan_for = partial(trainer.plan_save, self.directory.checkpoints, run_id)
         with self._recording_failure(trainer.step, must):
             if self._saver is None:
-                trainer.plan_save(directory, run_id, self.coordinator.control).write()
+                plan_for(self.coordinator.control).write()
             else:
-                local_tensors, state = trainer.local_tensors(), trainer.state()
-                self._saver.save(directory, trainer.step, local_tensors, state, keep, run_id)
+                self._saver.save(plan_for)
             self._pending = trainer.step
         if must or self._saver is None:
             self.settle(must)

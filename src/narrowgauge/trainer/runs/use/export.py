@@ -289,7 +289,7 @@ def import_model(path: Path, out: Path, tokenizer: Path | None = None, source: s
         kept = {name: v for name, v in model.special_tokens.items() if is_own or name != TOKENIZER_CONFIG}
         directory.keep_special_tokens(kept)
         save(directory.checkpoints, 0, {"model": model.tensors}, {}, config.checkpoint.keep, "imported")
-        facts = {"from": str(path), "kind": model.format, "precision": model.precision}
+        facts = {"from": str(path), "kind": model.format, "precision": " and ".join(sorted(model.precisions))}
         directory.record({"event": "import", "step": 0, **facts})
         directory.set_status("done", f"imported from {path}")
     return out

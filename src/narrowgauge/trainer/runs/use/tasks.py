@@ -29,7 +29,7 @@ import torch
 
 from narrowgauge.system.errors import UserError
 from narrowgauge.trainer.checkpoint.interop.huggingface import CONFIG
-from narrowgauge.trainer.data.token_files.token_file import LlmcMagic
+from narrowgauge.trainer.data.token_files.tokens import LlmcMagic
 from narrowgauge.trainer.models import Transformer
 from narrowgauge.trainer.runs.use.export import export_run
 from narrowgauge.trainer.runs.use.trained_model import TrainedRun

@@ -20,7 +20,7 @@ from narrowgauge.nn import Gauges, discard_step
 from narrowgauge.optim import set_learning_rate
 from narrowgauge.system.torch_compat import compiled_as_eager
 from narrowgauge.trainer.checkpoint import read_state
-from narrowgauge.trainer.data import Batch, Loader, Mixture, Tokens, first_samples
+from narrowgauge.trainer.data import Batch, Loader, Mixture, first_samples
 from narrowgauge.trainer.distributed import Engine, MicroBatch, parallelize
 from narrowgauge.trainer.models import experts_of
 from narrowgauge.trainer.training.config.config import Config
@@ -115,7 +115,7 @@ class Trainer(TrainState):
         """Set the position in the step of the first sequence of the next forward pass."""
         go_to(self.model, self.config, self.step, first)
 
-    def batches(self, train: Mixture | Tokens) -> Loader:
+    def batches(self, train: Mixture) -> Loader:
         """The micro-batches from this step on, prepared in the background until the loader is closed."""
         config, mesh, batch_size = self.config, self.engine.mesh, self.config.spec.batch_size
         size, readers = config.training.micro_batch_size, mesh.parallel_dims.data

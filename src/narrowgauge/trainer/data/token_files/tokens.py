@@ -1,6 +1,6 @@
-"""Our token files, in llm.c's layout: llm.c and its descendants can read our files, and we can read theirs.
+"""Our token files, in llm.c's layout, and streams of the tokens in files of any layout.
 
-All values are little-endian:
+**Files.** llm.c and its descendants can read our files, and we can read theirs. All values are little-endian:
 
 | bytes       | content                                                                                 |
 |-------------|-----------------------------------------------------------------------------------------|
@@ -15,13 +15,24 @@ llm.c's own loader reads only the first kind and seeks with an int, so files for
 scripts cut a large corpus into *shards* of 100 million tokens, and so does `prepare --layout llmc`.
 
 Source: `dev/data/` and `llmc/dataloader.h` of github.com/karpathy/llm.c.
+
+**Streams.** A stream is the tokens of one file, of several files one after the other, or of a range of them.
+It is read by position and never held in memory: its arrays are memory-mapped files.
+
+A *document* begins at a position of the index (Megatron's) or, without an index, at a boundary id: at the id
+itself if the layout puts it before a document (llm.c's, ours), or at the next token if it comes after one
+(nanoGPT's). A model may be trained with separate documents. Then a token attends to its own document
+only, and its position is counted from the start of that document. The positions define the attention mask:
+token i attends to exactly the last position(i) + 1 tokens.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
-from itertools import count
+from functools import cached_property
+from itertools import accumulate, chain, count, pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,6 +42,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from narrowgauge.system.errors import UserError
 from narrowgauge.system.files import sha256_of, staged_file
+from narrowgauge.trainer.data.tokenization.tokenizer import Tokenizer
 
 HEADER_BYTES = 1024
 MOST_TOKENS = 2**31 - 1  # the count is an int32
@@ -228,3 +240,101 @@ def damaged(path: Path, what: str) -> UserError:
 def unfit(path: Path, what: str, remedy: str = "copy the file again, or create it again") -> UserError:
     """The error for another program's token file that cannot be read, with the way out."""
     return UserError(f"{path} cannot be read as tokens: {what}; {remedy}")
+
+
+@dataclass(frozen=True, eq=False)
+class TokenStream:
+    """Tokens, read by position; `first` and `last` are positions in the concatenated arrays."""
+
+    arrays: tuple[Tokens, ...]  # the tokens of the files, in order
+    boundaries: tuple[int, ...] = ()  # the ids between documents
+    boundary_first: bool = True  # whether a boundary id comes before its document
+    starts: NDArray[np.int64] | None = None  # of the documents in the concatenated arrays, if indexed
+    first: int = 0
+    last: int | None = None  # after the last token; None: the end
+
+    @cached_property
+    def _offsets(self) -> list[int]:
+        """The start of each array, and the end of the last."""
+        return [0, *accumulate(map(len, self.arrays))]
+
+    def __len__(self) -> int:
+        return (self._offsets[-1] if self.last is None else self.last) - self.first
+
+    def __getitem__(self, part: slice) -> NDArray[np.integer[Any]]:
+        """The tokens in a range of positions, as an array of the file's dtype."""
+        start, stop, _ = part.indices(len(self))
+        start, stop = start + self.first, stop + self.first
+        number = bisect_right(self._offsets, start, hi=len(self.arrays)) - 1
+        parts = []
+        while start < stop:
+            begin, end = self._offsets[number : number + 2]
+            parts.append(self.arrays[number][start - begin : min(stop, end) - begin])
+            start, number = end, number + 1
+        if len(parts) == 1:
+            return np.asarray(parts[0])
+        return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+
+    def substream(self, start: int, stop: int) -> "TokenStream":
+        """The stream of the tokens at `start` to `stop` - 1."""
+        assert 0 <= start <= stop <= len(self)
+        return replace(self, first=self.first + start, last=self.first + stop)
+
+    def positions(self, start: int, row: NDArray[Any]) -> NDArray[np.int64]:
+        """Position of each token in its document, counted from the start of the row at the earliest."""
+        begins = self._begins(start, row)
+        number_T = np.arange(len(row), dtype=np.int64)
+        begin_T = np.zeros_like(number_T)
+        begin_T[begins] = begins
+        return number_T - np.maximum.accumulate(begin_T)
+
+    def documents(self, at_once: int = 1 << 20) -> Iterator[NDArray[Any]]:
+        """Each document without the ids between documents, which are sought in `at_once` tokens at a time."""
+        parts = (self._starts(start, start + at_once).tolist() for start in range(0, len(self), at_once))
+        for start, stop in pairwise(chain([0], chain.from_iterable(parts), [len(self)])):
+            if start < stop:
+                document = self[start:stop]
+                begin = int(document[0] in self.boundaries)
+                ends_so = len(document) > begin and document[-1] in self.boundaries
+                yield document[begin : len(document) - int(ends_so)]
+
+    def next_start(self, start: int, within: int) -> int:
+        """The first position from `start` on where a document begins; `start` itself if none is nearby."""
+        return next(map(int, self._starts(start, start + within)), start)
+
+    def _starts(self, start: int, stop: int) -> NDArray[np.int64]:
+        """The positions from `start` to `stop` - 1 at which documents begin."""
+        before = max(start - 1, 0)  # a boundary may be the id before a document
+        begins = before + self._begins(before, self[before:stop])
+        return begins[begins >= start]
+
+    def _begins(self, start: int, row: NDArray[Any]) -> NDArray[np.int64]:
+        """The indices in a row, read at `start`, at which documents begin."""
+        if self.starts is not None:
+            at = self.first + start
+            low, high = np.searchsorted(self.starts, [at, at + len(row)])
+            return self.starts[low:high] - at
+        begins = np.flatnonzero(np.isin(row, self.boundaries)) + (not self.boundary_first)
+        return begins[begins < len(row)]
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Streams, each with its share of `sample_order.BLOCK` samples; a single stream may have any share."""
+
+    streams: tuple[TokenStream, ...]
+    shares: tuple[int, ...] = (1,)
+
+    def __len__(self) -> int:
+        """The number of tokens in all streams."""
+        return sum(map(len, self.streams))
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """Training and held-out tokens, their tokenizer, and a digest of all three."""
+
+    tokenizer: Tokenizer
+    train: Mixture
+    val: Mixture
+    digest: str
