@@ -7,6 +7,7 @@ import pytest
 
 from narrowgauge.exchange import SOURCES, read_recipe, refusals, write_recipe
 from narrowgauge.recipes import recipe, recipe_names
+from narrowgauge.recipes.places import Moment
 from narrowgauge.system.errors import UserError
 
 BLOCKS = 8
@@ -137,7 +138,7 @@ def test_a_file_of_megatron_with_narrow_experts(tmp_path):
     ("change", "why"),
     [
         (lambda r: replace(r, modules=("fc1",)), r"\[\[rule\]\] with other casts"),
-        (lambda r: replace(r, until_step=9), r"\[\[rule\]\] until_step"),
+        (lambda r: replace(r, until=Moment(9)), r"\[\[rule\]\] until_step"),
         (lambda r: replace(r, places=recipe("mxfp4").casts), "where megatron has"),
         (lambda r: replace(r, places=recipe("mxfp8-2d").casts), "that Megatron has no name for"),
     ],

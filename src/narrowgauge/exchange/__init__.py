@@ -26,7 +26,7 @@ import narrowgauge
 from narrowgauge.exchange import megatron, modelopt, qwix, te, torchao
 from narrowgauge.exchange.table import Layers, Reading, Refusal, read_file
 from narrowgauge.quantization import Cast, make_cast
-from narrowgauge.recipes.describe import NONE, cast_text, is_wide_rule, key_value, recipe_facts
+from narrowgauge.recipes.describe import NONE, cast_text, changed_keys, is_wide_rule, key_value, recipe_facts
 from narrowgauge.recipes.places import GEMM_PLACES, Rule
 from narrowgauge.recipes.recipe import Recipe
 from narrowgauge.recipes.recipe_rules import reuses
@@ -48,7 +48,6 @@ TARGETS: Mapping[str, ModuleType] = {
 SOURCES = {name: tool for name, tool in TARGETS.items() if hasattr(tool, "read")}
 # The facts of a recipe that a target handles, and those that affect no value.
 _HANDLED = (*GEMM_PLACES, "compute", "keep", "saved", "gather", "offload")
-_CLOCK = ("from_step", "from_share", "from_decay", "until_step", "until_share", "until_decay")
 # The comment at the top of a written file, with its lines unwrapped.
 _HEADER = re.compile(
     r"# Recipe (?P<name>\S+) of narrowgauge \S+, for .*\n(# Written by: .*\n)?"
@@ -179,7 +178,7 @@ def _outside_products(recipe: Recipe, target: str) -> list[Refusal]:
         if sum(bool(getattr(rule, key)) for rule in wide) > 1:
             found.append(Refusal("", key, f"two rules with {key}, where {target} has one"))
     for rule in recipe.rules:
-        clock = next((k.replace("_decay", "") for k in _CLOCK if getattr(rule, k)), "")
+        clock = next(iter(rule.clock), "")
         why = f"[[rule]] {clock}, but a configuration of {target} holds for the whole run"
         if not clock:
             why = f"[[rule]] with other casts, but {target} gets one set of casts for all layers"
@@ -209,8 +208,7 @@ def _cast_refusals(place: str, c: Cast, said: Sequence[Cast], target: str) -> li
 
 def _differing(c: Cast, other: Cast) -> list[str]:
     """The keys that differ, without those that follow from another one."""
-    others = c.defaults() | other.values()
-    found = [key for key, value in c.values().items() if value != others[key]]
+    found = list(changed_keys(c, other))
     follow = {"scale": "scale_rule", "candidates": "choose", "hadamard": "signs"}
     return [n for n in found if n not in {follow.get(key) for key in found}] or ["name"]
 

@@ -88,13 +88,16 @@ def others(recipe: Recipe, layers: Layers, found: Sequence[Refusal]) -> list[Ref
 
 def write(recipe: Recipe, layers: Layers, blocks: int | None) -> tuple[Sequence[str], str]:
     """The notes and the YAML file."""
+    also = {name for pattern in layers.only for name in _ALSO.get(pattern, ())}
+    narrow = [_pattern(name, ".") for name in layers.only if name not in also]
+    wide = [HEAD if name in HEADS else _pattern(name, ".*") for name in layers.modules]
     entries = [("*", "")]
-    for pattern in _narrow_patterns(layers.only) if layers.only else ("*",):
+    for pattern in narrow or ["*"]:
         for kind, place in reversed(PLACES.items()):
             # the form that ModelOpt has for this quantizer: axes for weights, blocks for inputs
             found = [cfg for cfg, cast in NUMERICS if cast == recipe.casts[place]]
             entries += [(f"{pattern}{kind}", found[-1 if kind == INPUT else 0])] if found else []
-    entries += [(pattern, "") for pattern in dict.fromkeys(map(_their_pattern, layers.modules))]
+    entries += [(pattern, "") for pattern in dict.fromkeys(wide)]
     file = f"""\
 metadata:
   recipe_type: ptq
@@ -109,19 +112,10 @@ quantize:
     return NOTES, file
 
 
-def _narrow_patterns(modules: Sequence[str]) -> list[str]:
-    """ModelOpt's patterns for the names of narrow layers, without those that a pattern stands for."""
-    also = {name for pattern in modules for name in _ALSO.get(pattern, ())}
-    names = [name if "*" in name else f"*.{name}" for name in modules if name not in also]
-    return [name if name.endswith("*") else f"{name}." for name in names]
-
-
-def _their_pattern(name: str) -> str:
-    """ModelOpt's pattern of quantizers for a name or pattern of layers."""
-    if name in HEADS:
-        return HEAD
+def _pattern(name: str, end: str) -> str:
+    """ModelOpt's pattern for a name or pattern of layers; it ends with a star, or with `end`."""
     pattern = name if "*" in name else f"*.{name}"
-    return pattern if pattern.endswith("*") else f"{pattern}.*"
+    return pattern if pattern.endswith("*") else f"{pattern}{end}"
 
 
 def read(text: str, path: Path, blocks: int | None) -> Reading:

@@ -36,7 +36,7 @@ def described(recipe: Recipe) -> Described:
     parts = tuple(part for gemm in GEMMS if (part := _part(recipe, gemm)) is not None)
     timed = [rule for rule in recipe.rules if rule.is_timed and rule.casts]
     finishes = any(
-        rule.from_decay
+        rule.start.decay
         and rule.is_for_all
         and all(not _is_narrow(rule.casts.get(place, recipe.casts[place])) for place in GEMM_PLACES[:2])
         for rule in timed

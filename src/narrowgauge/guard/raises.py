@@ -22,7 +22,7 @@ from typing import Any
 from narrowgauge.quantization import Cast, make_cast
 from narrowgauge.recipes import GEMM_PLACES, STATE_PLACES, Recipe, Rule
 from narrowgauge.recipes.parse import cast_in
-from narrowgauge.recipes.places import SEEN_BEFORE
+from narrowgauge.recipes.places import SEEN_BEFORE, Moment
 from narrowgauge.recipes.recipe_rules import have_same_numbers
 from narrowgauge.system.errors import UserError
 from narrowgauge.system.toml_text import toml_value
@@ -46,7 +46,7 @@ class Raise:
             places |= dict.fromkeys(places_with(recipe, self.place), make_cast(self.to or recipe.compute))
         elif self.place != "master" or recipe.state["master"] is not None:
             places |= {self.place: make_cast("fp32"), **({"master": None} if self.place == "weight" else {})}
-        return Rule(places=places, modules=self.layers, from_step=self.from_step)
+        return Rule(places=places, modules=self.layers, start=Moment(self.from_step))
 
     @property
     def is_state(self) -> bool:

@@ -41,7 +41,7 @@ from narrowgauge.quantization import (
 from narrowgauge.quantization.state.narrow_tensor import saved_weight
 from narrowgauge.quantization.state.parameter_state import wide_moment
 from narrowgauge.recipes import GEMM_PLACES, GEMMS, Recipe
-from narrowgauge.recipes.resolve import casts_at, operands_of
+from narrowgauge.recipes.resolve import operands_of
 from narrowgauge.system.devices import is_gpu
 from narrowgauge.system.errors import UserError
 from narrowgauge.system.torch_compat import SeesFSDP, local_tensor, reshaped
@@ -324,7 +324,7 @@ class Linear(Stepped, SeesFSDP, torch.nn.Linear):
         return self.weight.device
 
     def _use_rules(self, step: int, steps: int | None, decay: int | None) -> None:
-        casts = casts_at(self.recipe, step, steps, decay) if self.recipe.rules else self.spec.casts
+        casts = self.recipe.at(step, steps, decay).casts if self.recipe.rules else self.spec.casts
         if casts != self.spec.casts:  # else the same object, so that compiled code stays valid
             self.spec = replace(self.spec, casts=casts)
 

@@ -287,12 +287,12 @@ def set_step(
     for layer in layers:
         if not layer.recipe.rules:
             continue
-        if decay is None and any(rule.follows_schedule for rule in layer.recipe.rules):
+        if decay is None and any(rule.start.decay or rule.until.decay for rule in layer.recipe.rules):
             raise UserError(
                 f"a rule of recipe {layer.recipe.name!r} waits for the decay of the learning rate, and its "
                 "first step is not known; give set_step the argument `decay`"
             )
-        if steps is None and any(rule.needs_length for rule in layer.recipe.rules):
+        if steps is None and any(rule.start.share or rule.until.share for rule in layer.recipe.rules):
             raise UserError(
                 f"a rule of recipe {layer.recipe.name!r} holds from a share of the steps on, and their "
                 "number is not known; give set_step the argument `steps`"

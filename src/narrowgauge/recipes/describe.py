@@ -94,13 +94,8 @@ def is_wide_rule(rule: Rule, recipe: Recipe) -> bool:
 def _rule_facts(recipe: Recipe) -> dict[str, str]:
     facts, number = {}, 0
     for rule in recipe.rules:
-        set_keys = [f.name for f in fields(rule) if getattr(rule, f.name) != f.default]
-        said = {
-            key.removesuffix("_decay"): "decay" if key.endswith("_decay") else _text(getattr(rule, key))
-            for key in set_keys
-            if key not in ("places", "keeps_state")
-        }
-        where = ", ".join(f"{key} = {value}" for key, value in said.items()) or "every layer"
+        said = {key: getattr(rule, key) for key in ("modules", "first_blocks", "last_blocks")} | rule.clock
+        where = ", ".join(f"{key} = {_text(value)}" for key, value in said.items() if value) or "every layer"
         if rule.keeps_state and is_wide_rule(rule, recipe):
             facts["keep"] = where.replace("modules = ", "")
             continue

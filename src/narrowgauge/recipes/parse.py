@@ -57,6 +57,7 @@ from narrowgauge.recipes.places import (
     STATE_PLACES,
     STREAM,
     WIRE_PLACES,
+    Moment,
     Rule,
     values_of,
     wide_operands,
@@ -67,7 +68,7 @@ from narrowgauge.system.errors import UserError, nearest, unknown
 _PLACES = (*GROUPS, "saved", STREAM, "offload", *STATE_PLACES, *WIRE_PLACES)
 RECIPE_KEYS = ("name", "title", "source", "compute", "keep", "rule", "format", *_PLACES)
 _LAYER_KEYS = ("modules", "first_blocks", "last_blocks")
-_CLOCK_KEYS = ("from_step", "from_share", "from", "until_step", "until_share", "until")
+_CLOCK_KEYS = tuple(f"{word}{unit}" for word in ("from", "until") for unit in ("_step", "_share", ""))
 _RULE_KEYS = (*_LAYER_KEYS, *_CLOCK_KEYS, *GROUPS, *STATE_PLACES)
 
 
@@ -96,7 +97,7 @@ def fields_of(table: Mapping[str, Any], where: str, name: str) -> dict[str, Any]
         raise UserError("rule must be a list of tables; write [[rule]] above each")
     for rule in rules:
         _check_keys(_table(rule, "rule"), _RULE_KEYS, "[[rule]] key")
-    found = [Rule(**recipe_fields(_places(r), {}), **_clock(r), **_layers(r)) for r in rules]
+    found = [_rule(rule) for rule in rules]
     keep = _table(table.get("keep", {}), "keep")
     _check_keys(keep, _LAYER_KEYS, "[keep] key")
     if any((layers := _layers(keep)).values()):
@@ -173,25 +174,26 @@ def cast_in(place: str, value: Any) -> Cast:
         raise UserError(f"recipe place {place!r}: {why}") from None
 
 
-def _clock(table: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a rule that determine when it holds."""
-    fields: dict[str, Any] = {}
-    for word in ("from", "until"):
-        rule = f'"decay", the schedule\'s only clock; or write {word}_step or {word}_share'
-        _value(table, word, "decay", ("decay",).__contains__, rule)
-        fields |= {
-            f"{word}_step": _value(table, f"{word}_step", 0, _is_count, "a number of steps"),
-            f"{word}_share": _value(table, f"{word}_share", 0.0, _is_share, "a share from 0 to 1"),
-            f"{word}_decay": word in table,
-        }
-    for key in ("_step", "_share", "_decay"):
-        if fields[f"until{key}"] and fields[f"from{key}"] >= fields[f"until{key}"]:
-            first, last = (f"{word}{key.removesuffix('_decay')}" for word in ("from", "until"))
+def _rule(table: Mapping[str, Any]) -> Rule:
+    """The rule that a table describes."""
+    fields = recipe_fields(_places(table), {})
+    start, until = _moment(table, "from"), _moment(table, "until")
+    for first, last, begins, ends in zip(_CLOCK_KEYS[:3], _CLOCK_KEYS[3:], start, until, strict=True):
+        if ends and begins >= ends:
             raise UserError(
                 f"{last} = {table[last]!r} and {first} = {table[first]!r}, but then the rule never holds; "
                 "let it end later"
             )
-    return fields
+    return Rule(**fields, start=start, until=until, **_layers(table))
+
+
+def _moment(table: Mapping[str, Any], word: str) -> Moment:
+    """The start or the end of a rule, whose keys begin with `word`."""
+    rule = f'"decay", the schedule\'s only clock; or write {word}_step or {word}_share'
+    _value(table, word, "decay", ("decay",).__contains__, rule)
+    step = _value(table, f"{word}_step", 0, _is_count, "a number of steps")
+    share = _value(table, f"{word}_share", 0.0, _is_share, "a share from 0 to 1")
+    return Moment(step, share, word in table)
 
 
 def _layers(table: Mapping[str, Any]) -> dict[str, Any]:

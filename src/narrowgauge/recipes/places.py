@@ -7,10 +7,11 @@ contracts. A place that a recipe does not name is in `compute`. `stream` is the 
 casts into places, in some layers or from some time on.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from math import ceil
+from typing import NamedTuple
 
 from narrowgauge.quantization import Cast, make_cast
 
@@ -97,6 +98,32 @@ def is_wide(cast: Cast | None, compute: str) -> bool:
     return cast is None or (not cast.is_scaled and cast.name == compute)
 
 
+class Moment(NamedTuple):
+    """A time in a run: when all of its conditions are met, or where a rule ends, any of them.
+
+    Attributes:
+        step: An optimizer step (from 1); 0 for none.
+        share: The share of the run's steps that have passed; 0 for none.
+        decay: Whether it waits until the learning rate falls.
+    """
+
+    step: int = 0
+    share: float = 0.0
+    decay: bool = False
+
+    def conditions(self, step: int, steps: int | None, decay: int | None) -> Iterator[bool]:
+        """Whether each of its conditions is met in an optimizer step (`Rule.holds`)."""
+        if self.step:
+            yield step >= self.step
+        if self.share:
+            yield steps is not None and step > self.share * steps
+        if self.decay:
+            yield decay is not None and step >= decay
+
+
+UNSET = Moment()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule(Places):
     """Other casts in some layers, or from some time on.
@@ -110,24 +137,16 @@ class Rule(Places):
         first_blocks: Blocks from the beginning of the model (`nn.outline_of`): a float is a share of them,
             rounded up, an integer their number.
         last_blocks: The same from its end.
-        from_step: The first optimizer step (from 1) in which the rule holds.
-        from_share: The share of the run's steps after which it holds.
-        from_decay: Whether it holds only once the learning rate falls.
-        until_step: The first optimizer step in which it no longer holds; 0 for none.
-        until_share: The share of the run's steps after which it no longer holds; 0 for none.
-        until_decay: Whether it no longer holds once the learning rate falls.
+        start: From when on the rule holds.
+        until: From when on it no longer holds.
     """
 
     keeps_state: bool = False
     modules: tuple[str, ...] = ()
     first_blocks: float = 0
     last_blocks: float = 0
-    from_step: int = 0
-    from_share: float = 0.0
-    from_decay: bool = False
-    until_step: int = 0
-    until_share: float = 0.0
-    until_decay: bool = False
+    start: Moment = UNSET
+    until: Moment = UNSET
 
     def selects(self, name: str, block: int | None, blocks: int) -> bool:
         """Whether the rule selects the layer called `name`, in block number `block` of `blocks`."""
@@ -146,20 +165,17 @@ class Rule(Places):
         return not (self.modules or self.first_blocks or self.last_blocks)
 
     @property
+    def clock(self) -> dict[str, int | float | str]:
+        """The keys of a recipe that say when it holds: `from_step`, `from_share`, `from`, and its end's."""
+        found: dict[str, int | float | str] = {}
+        for word, (step, share, decay) in (("from", self.start), ("until", self.until)):
+            found |= {f"{word}_step": step, f"{word}_share": share, word: "decay" if decay else ""}
+        return {key: value for key, value in found.items() if value}
+
+    @property
     def is_timed(self) -> bool:
         """Whether the rule starts or ends at a step."""
-        has_step = self.from_step > 1 or self.until_step > 0
-        return has_step or self.needs_length or self.follows_schedule
-
-    @property
-    def needs_length(self) -> bool:
-        """Whether the rule depends on the number of the run's steps."""
-        return self.from_share > 0 or self.until_share > 0
-
-    @property
-    def follows_schedule(self) -> bool:
-        """Whether the rule depends on the step from which the learning rate falls."""
-        return self.from_decay or self.until_decay
+        return bool(self.clock) and self.clock != {"from_step": 1}
 
     def holds(self, step: int, steps: int | None, decay: int | None = None) -> bool:
         """Whether the rule holds in an optimizer step.
@@ -169,30 +185,8 @@ class Rule(Places):
             steps: The steps of the run; None if unknown, so that no share is ever reached.
             decay: The first step whose learning rate is below the peak; None if there is none.
         """
-
-        def is_after(share: float) -> bool:
-            return steps is not None and step > share * steps
-
-        falls = decay is not None and step >= decay
-        begins = step >= self.from_step and (not self.from_share or is_after(self.from_share))
-        ends = (self.until_step and step >= self.until_step) or (
-            self.until_share and is_after(self.until_share)
-        )
-        return begins and (falls or not self.from_decay) and not (ends or (falls and self.until_decay))
-
-
-def without_moot(rules: Sequence[Rule]) -> list[Rule]:
-    """The rules of a layer, without timed ones that later untimed rules override completely."""
-    left: list[Rule] = []
-    final: set[str] = set()  # places that such a later rule sets
-    for rule in reversed(rules):
-        places = set(rule.places)
-        if not rule.is_timed:
-            final |= places
-        elif places <= final and not rule.keeps_state:
-            continue
-        left.insert(0, rule)
-    return left
+        now = step, steps, decay
+        return all(self.start.conditions(*now)) and not any(self.until.conditions(*now))
 
 
 def matches(name: str, pattern: str) -> bool:

@@ -27,17 +27,15 @@ from narrowgauge.recipes.places import (
     GEMMS,
     GRADIENT_PLACES,
     IN_FP32,
+    UNSET,
     Places,
     Rule,
     is_wide,
     wide_operands,
-    without_moot,
 )
 from narrowgauge.recipes.recipe_rules import fitting_gather, require_recipe, weight_operands, wide_backward
 from narrowgauge.system.errors import UserError
 from narrowgauge.system.toml_text import parse_toml, toml_key, toml_value
-
-ROUTER = "router"  # the last component of the name of a layer that chooses experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,17 +132,27 @@ class Recipe(Places):
                 block, if it is in one.
             blocks: The number of blocks.
         """
-        selected = [r for r in self.rules if any(r.selects(name, block, blocks) for name, block in names)]
-        rules, places = without_moot(selected), dict(self.places)
-        if any(rule.keeps_state for rule in rules):
-            places |= {place: IN_FP32[place] for place in ("weight", "master", "grad", "reduce")}
-        for rule in rules:  # a rule after a timed one stays, and wins over it
+        rules = [r for r in self.rules if any(r.selects(name, block, blocks) for name, block in names)]
+        final: dict[str, Cast | None] = {}  # what no earlier rule changes
+        waiting: list[Rule] = []
+        for rule in reversed(rules):
+            left = {place: cast for place, cast in rule.places.items() if place not in final}
             if not rule.is_timed:
+                final |= left
+            elif left:
+                waiting.insert(0, Rule(places=left, start=rule.start, until=rule.until))
+        if any(rule.keeps_state for rule in rules):
+            kept = {place: IN_FP32[place] for place in ("weight", "master", "grad", "reduce")}
+            final = kept | final
+        return self._with(places={**self.places, **final}, rules=tuple(waiting))
+
+    def at(self, step: int, steps: int | None, decay: int | None) -> Places:
+        """The casts of every layer in one step; rules that select layers do not count (`for_layer`)."""
+        places = dict(self.places)
+        for rule in self.rules:
+            if rule.is_for_all and rule.holds(step, steps, decay):
                 places |= rule.places
-        while rules and not rules[0].is_timed:
-            del rules[0]
-        remaining = tuple(replace(r, modules=(), first_blocks=0, last_blocks=0) for r in rules)
-        return self._with(places=places, rules=remaining)
+        return Places(places=places)
 
     def _with(self, **changes: Any) -> "Recipe":
         """This recipe with other fields; `gather` changes to what still fits."""
@@ -157,14 +165,6 @@ class Recipe(Places):
         """This recipe with every place of some modules (none named: all) in `compute`, at any time."""
         kept = Rule(places=wide_operands(self.compute), keeps_state=True, modules=tuple(modules))
         return self._with(rules=(*self.rules, kept))
-
-    def with_wide_routers(self) -> "Recipe":
-        """This recipe with expert routers in `compute`, unless one of its rules sets them.
-
-        A router chooses experts by small differences, and costs next to nothing.
-        """
-        wide = self.in_high_precision([ROUTER]).rules[-1]
-        return self if wide in self.rules else self._with(rules=(wide, *self.rules))
 
     def with_rules(self, rules: Sequence[Rule]) -> "Recipe":
         """This recipe with more rules, which win over its existing ones."""
@@ -184,9 +184,7 @@ class Recipe(Places):
             if others or not state:
                 rules.append(replace(rule, places=others))
             if state and rule.holds(step, steps, decay):
-                ends = rule.first_blocks, rule.last_blocks
-                layers = Rule(places=state, modules=rule.modules, first_blocks=ends[0], last_blocks=ends[1])
-                rules.append(layers)
+                rules.append(replace(rule, places=state, start=UNSET, until=UNSET))
         return self._with(rules=tuple(rules)) if self.times_state else self
 
     def with_wide_backward(self) -> "Recipe":

@@ -4,7 +4,7 @@ A recipe is casts and rules; a rule selects layers by name or block, or starts a
 every rule to every layer once, and all readers use the plan: `convert` builds layers from it, an optimizer
 takes the casts of moments from it, and a run prints which layers stay wide and which blocks do not fit. A
 rule that starts at a step remains in the recipe of the layer: `operands_of` lists the casts of all times,
-`casts_at` has the casts of one step.
+`Recipe.at` has the casts of one step.
 
 A rule names layers by patterns (`places.matches`). `head` is a role as well as a name: it selects the layer
 that produces the model's output, whatever its name. A pattern may match nothing if another of the same list
@@ -20,16 +20,17 @@ for a device: the GEMMs that run natively, and the code that makes each operand.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 
 from narrowgauge.quantization import Cast
-from narrowgauge.recipes.places import GEMM_PLACES, STATE_PLACES, STREAM, Rule, matches
-from narrowgauge.recipes.recipe import ROUTER, Recipe
+from narrowgauge.recipes.places import GEMM_PLACES, STATE_PLACES, STREAM, Rule, matches, wide_operands
+from narrowgauge.recipes.recipe import Recipe
 from narrowgauge.system.errors import UserError
 
 HEAD = "head"
 HEADS = (HEAD, "lm_head")  #: names in recipes for an output head that a model may lack
+ROUTER = "router"  # the last component of the name of a layer that chooses experts
 
 #: By the name of a module: all its names, each with the number of its block, if it is in one.
 Names = Mapping[str, Sequence[tuple[str, int | None]]]
@@ -83,14 +84,12 @@ class ModelPlan:
     """A recipe in a model.
 
     Attributes:
-        own: The recipe as it was given.
-        recipe: The recipe with the rules that any recipe gets in this model: routers of experts stay wide.
+        recipe: The recipe; in a mixture of experts, with a rule that keeps routers wide.
         outline: The names of the model.
-        parts: The recipe of each layer and of each attention, by its first name: the rules that select it are
-            merged in, and those that wait for a step remain.
+        parts: The recipe of each layer, attention and owner of parameters, by its first name: the rules that
+            select it are merged in, and those that wait for a step remain.
     """
 
-    own: Recipe
     recipe: Recipe
     outline: Outline
     parts: Mapping[str, Recipe]
@@ -101,30 +100,25 @@ class ModelPlan:
         wide = (layer for layer in self.outline.layers if not self.parts[layer].is_narrow)
         return [*wide, *self.outline.untouched]
 
-    def moments_of(self, owner: str) -> dict[str, Cast]:
-        """The casts of the moments ("m", "v") of a module's parameters, if rules set them."""
-        found: dict[str, Cast] = {}
-        blocks = len(self.outline.blocks)
-        for name, block in self.outline.layers.get(owner) or self.outline.owners[owner]:
-            for rule in self.own.rules:
-                if not rule.is_timed and rule.selects(name, block, blocks):
-                    found |= {p: c for p, c in rule.state.items() if p in ("m", "v") and c is not None}
-        return found
-
 
 def resolve(recipe: Recipe, outline: Outline) -> ModelPlan:
-    """Resolve a recipe in a model."""
-    has_routers = any(matches(name, ROUTER) for name in outline.layer_names)
-    in_model = recipe.with_wide_routers() if has_routers else recipe
+    """Resolve a recipe in a model.
+
+    A router chooses experts by small differences, and costs next to nothing: it is in `compute`, unless one
+    of the recipe's rules sets it.
+    """
+    if any(matches(name, ROUTER) for name in outline.layer_names):
+        wide = Rule(places=wide_operands(recipe.compute), keeps_state=True, modules=(ROUTER,))
+        recipe = recipe if wide in recipe.rules else replace(recipe, rules=(wide, *recipe.rules))
     parts: dict[str, Recipe] = {}
     alike: dict[tuple[bool, ...], Recipe] = {}  # by the rules that select them
     blocks = len(outline.blocks)
-    for name, names in {**outline.attention, **outline.layers}.items():
-        chosen = tuple(any(rule.selects(n, b, blocks) for n, b in names) for rule in in_model.rules)
+    for name, names in {**outline.owners, **outline.attention, **outline.layers}.items():
+        chosen = tuple(any(rule.selects(n, b, blocks) for n, b in names) for rule in recipe.rules)
         if chosen not in alike:
-            alike[chosen] = in_model.for_layer(names, blocks)
+            alike[chosen] = recipe.for_layer(names, blocks)
         parts[name] = alike[chosen]
-    return ModelPlan(recipe, in_model, outline, parts)
+    return ModelPlan(recipe, outline, parts)
 
 
 def operands_of(layer: Recipe) -> Iterator[tuple[str, Cast]]:
@@ -132,15 +126,6 @@ def operands_of(layer: Recipe) -> Iterator[tuple[str, Cast]]:
     yield from layer.ever_in(GEMM_PLACES)
     if isinstance(layer.saved, Cast):
         yield "saved", layer.saved
-
-
-def casts_at(layer: Recipe, step: int, steps: int | None, decay: int | None) -> dict[str, Cast]:
-    """The casts of a layer's operands in one step (`Rule.holds`)."""
-    casts = dict(layer.casts)
-    for rule in layer.rules:
-        if rule.is_for_all and rule.holds(step, steps, decay):
-            casts |= rule.casts
-    return casts
 
 
 def require_matches(recipe: Recipe, outline: Outline) -> None:
@@ -208,7 +193,7 @@ _WORDS = {"M": "tokens", "N": "outputs", "K": "inputs"}
 
 def kept_text(plan: ModelPlan) -> str:
     """The layers that a narrow recipe leaves in `compute`, on one line; "" for a recipe that narrows none."""
-    recipe, outline, wide = plan.own, plan.outline, plan.wide_layers
+    recipe, outline, wide = plan.recipe, plan.outline, plan.wide_layers
     if not recipe.is_narrow:
         return ""
     words = _grouped(wide, outline.blocks, [*outline.layers, *outline.untouched]) if wide else "no layer"
@@ -263,19 +248,16 @@ def cut_blocks(plan: ModelPlan, tokens: int = 0) -> list[str]:
                 places, extent_of = found.setdefault(cut, ({}, {}))
                 places[place] = None
                 extent_of[layer] = extents[cut[1]]
-    return [_sentence(*key, *of, len(outline.layers)) for key, of in found.items()]
-
-
-def _sentence(
-    what: str, dimension: str, size: int, places: dict[str, None], sizes: dict[str, int], layers: int
-) -> str:
-    layer, extent = max(sizes.items(), key=lambda item: size - item[1] % size)
-    which = "only" if extent < size else "last"
-    return (
-        f"{what}s of {size} in {', '.join(places)} do not divide the {_WORDS[dimension]} of {len(sizes)} of "
-        f"{layers} layers: {layer} has {extent}, so its {which} {what} holds {extent % size}, "
-        "padded with zeros"
-    )
+    sentences = []
+    for (what, dimension, size), (places, extent_of) in found.items():
+        layer, extent = min(extent_of.items(), key=lambda item: item[1] % size)
+        which = "only" if extent < size else "last"
+        sentences.append(
+            f"{what}s of {size} in {', '.join(places)} do not divide the {_WORDS[dimension]} of "
+            f"{len(extent_of)} of {len(outline.layers)} layers: {layer} has {extent}, so its {which} {what} "
+            f"holds {extent % size}, padded with zeros"
+        )
+    return sentences
 
 
 def _cut(place: str, cast: Cast, extents: Mapping[str, int]) -> Iterator[tuple[str, str, int]]:

@@ -59,7 +59,7 @@ def test_the_place_that_broke_is_widened_written_down_as_a_rule_and_the_run_goes
     again = tmp_path / "again.toml"
     again.write_text((raised / "recipe.toml").read_text())
     rule = make_config({"recipe": {"name": str(again)}}).spec.recipe.rules[0]
-    assert (rule.modules, rule.from_step) == (tuple(event["layers"]), event["step"])
+    assert (rule.modules, rule.start.step) == (tuple(event["layers"]), event["step"])
     assert {place: cast.name for place, cast in rule.casts.items()} == {"fprop.x": "bf16", "wgrad.x": "bf16"}
 
     model = open_run(raised, "cpu").model

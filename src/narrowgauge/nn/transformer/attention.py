@@ -287,7 +287,5 @@ class NarrowAttention(Stepped, Attention):
         return [_FIRST_STREAM + _STREAMS * self.index + i for i in range(_STREAMS)]
 
     def _use_rules(self, step: int, steps: int | None, decay: int | None) -> None:
-        self.casts = dict(self.recipe.attention)
-        for rule in self.recipe.rules:
-            if rule.is_for_all and rule.holds(step, steps, decay):
-                self.casts |= rule.attention
+        if self.recipe.rules:
+            self.casts = self.recipe.at(step, steps, decay).attention

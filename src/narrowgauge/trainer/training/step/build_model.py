@@ -94,10 +94,10 @@ def _follow_rules(optimizer: Optimizer, recipe: Recipe, model: torch.nn.Module) 
     """Keep moments in the formats of the recipe's rules for the module of each parameter."""
     plan = resolve(recipe, outline_of(model))
     for name, p in model.named_parameters():
-        casts = plan.moments_of(name.rpartition(".")[0])
+        part = plan.parts[name.rpartition(".")[0]]
         for place, moment in optimizer.moments(p).items():
-            if place in casts and moment.cast != casts[place] and is_large(p):
-                optimizer.recast(p, place, casts[place])
+            if place in ("m", "v") and moment.cast != part[place] and is_large(p):
+                optimizer.recast(p, place, part[place])
 
 
 def number_parameters(config: Config, model: torch.nn.Module) -> None:
