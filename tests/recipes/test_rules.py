@@ -22,13 +22,9 @@ LAYERS = [(f"blocks.{i}.{n}", i) for i in range(8) for n in ("qkv", "down")] + [
 
 
 def casts(text, name, place="fprop.x", step=1, steps=10, decay=8):
-    """The name of a layer's cast in a step, by the definition: the last rule that selects and holds wins."""
+    """The name of a layer's cast in a step: the last rule that selects and holds wins."""
     r = parse_recipe(text, "mine.toml").for_layer([(name, dict(LAYERS)[name])], 8)
-    found = r.casts[place]
-    for rule in r.rules:
-        if rule.holds(step, steps, decay):
-            found = rule.casts.get(place, found)
-    return found.name
+    return r.at(step, steps, decay).casts[place].name
 
 
 def of_blocks(*numbers):

@@ -5,7 +5,8 @@ import runpy
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -36,33 +37,18 @@ def written(of, target, tmp_path):
 
 
 @pytest.fixture
-def transformer_engine(monkeypatch):
-    """TransformerEngine's names, which note what they are called with."""
-
-    class Module(ModuleType):
-        def __getattr__(self, name):
-            if name.startswith("__"):
-                raise AttributeError(name)
-            if name in ("Format", "DType"):
-                return Names(name)
-            return lambda *given, **keys: (name, given, keys)
-
-    class Names:
-        def __init__(self, name):
-            self.name = name
-
-        def __getattr__(self, member):
-            return f"{self.name}.{member}"
-
+def te(monkeypatch):
+    """TransformerEngine, whose names note what they are called with."""
+    module = MagicMock()
     tensors = ("float8", "float8_blockwise", "mxfp8", "nvfp4", "hybrid", "identity")
     names = ["", ".common", ".common.recipe", ".pytorch", ".pytorch.constants", ".pytorch.tensor"]
     for name in (*names, *(f".pytorch.tensor.{t}_tensor" for t in tensors)):
-        monkeypatch.setitem(sys.modules, f"transformer_engine{name}", Module(f"transformer_engine{name}"))
+        monkeypatch.setitem(sys.modules, f"transformer_engine{name}", module)
+    return module
 
 
-class Role:
-    def __init__(self, tensor_type):
-        self.module_type, self.tensor_type, self.name = "linear", tensor_type, ""
+def role(tensor_type):
+    return SimpleNamespace(module_type="linear", tensor_type=tensor_type, name="")
 
 
 USED_AGAIN = """
@@ -74,19 +60,22 @@ modules = ["head"]
 """
 
 
-def test_transformer_engine_gets_a_quantizer_of_each_direction_otherwise(transformer_engine, tmp_path):
+def test_transformer_engine_gets_a_quantizer_of_each_direction_otherwise(te, tmp_path):
     """The source of the other direction is the original, or the numbers that are used again."""
-    file = written(recipe("bf16-fwd-mxfp8-bwd"), "te", tmp_path)
-    name, _, keys = file["qfactory"](Role("weight"))
-    assert name == "HybridQuantizer"
-    assert keys["rowwise_quantizer"][0] == "IdentityQuantizer"
-    assert keys["columnwise_quantizer"][:2] == ("MXFP8Quantizer", ("DType.kFloat8E4M3",))
-    assert keys["columnwise_source"] == "original"
-    assert file["qfactory"](Role("grad_output"))[0] == "MXFP8Quantizer"
-    assert file["qfactory"](None)[0] == "IdentityQuantizer"
-    _, _, keys = written(parsed(USED_AGAIN), "te", tmp_path)["qfactory"](Role("weight"))
-    assert keys["columnwise_source"] == "rowwise_dequantized"
-    assert keys["columnwise_quantizer"][0] == "NVFP4Quantizer"
+    make = written(recipe("bf16-fwd-mxfp8-bwd"), "te", tmp_path)["qfactory"]
+    mxfp8, wide = te.MXFP8Quantizer.return_value, te.IdentityQuantizer.return_value
+    assert make(role("weight")) is te.HybridQuantizer.return_value
+    te.HybridQuantizer.assert_called_with(
+        rowwise_quantizer=wide, columnwise_quantizer=mxfp8, columnwise_source="original"
+    )
+    te.MXFP8Quantizer.assert_called_with(te.DType.kFloat8E4M3)
+    assert make(role("grad_output")) is mxfp8
+    assert make(None) is wide
+    written(parsed(USED_AGAIN), "te", tmp_path)["qfactory"](role("weight"))
+    nvfp4 = te.NVFP4Quantizer.return_value
+    te.HybridQuantizer.assert_called_with(
+        rowwise_quantizer=mxfp8, columnwise_quantizer=nvfp4, columnwise_source="rowwise_dequantized"
+    )
 
 
 @pytest.mark.parametrize("name", ["fp8", "fp8-row", "fp8-row-hp"])
@@ -116,7 +105,7 @@ def test_torchao_computes_what_the_recipe_computes(name, tmp_path):
         assert (theirs.float() - ours.float()).abs().max() <= scale * 2**-8  # one rounding to bf16
 
 
-def test_the_same_layers_stay_wide(tmp_path, transformer_engine):
+def test_the_same_layers_stay_wide(tmp_path, te):
     torch.manual_seed(0)
     with torch.device("meta"):
         model = Transformer(model_config("gpt2"))

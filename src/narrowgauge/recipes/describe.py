@@ -129,12 +129,8 @@ def beside(cast: Cast, layout: Mapping[str, Any]) -> list[str]:
 
 def unlike(cast: Cast, other: Cast, known: tuple[str, ...] = ()) -> list[str]:
     """The keys in which the values of a forward pass under two casts may differ, except those in `known`."""
-    mine, theirs = cast.values(), other.values()
-    return [
-        key
-        for key, declared in KEYS.items()
-        if mine[key] != theirs[key] and key not in known and Consumer.SAME_FORWARD not in declared.consumers
-    ]
+    may_differ = (key for key in changed_keys(cast, other) if key not in known)
+    return [key for key in may_differ if Consumer.SAME_FORWARD not in KEYS[key].consumers]
 
 
 def written(cast: Cast, keys: list[str]) -> str:

@@ -27,13 +27,15 @@ from narrowgauge.recipes.places import (
     GEMMS,
     GRADIENT_PLACES,
     IN_FP32,
+    SEEN_BEFORE,
     UNSET,
     Places,
     Rule,
     is_wide,
+    values_of,
     wide_operands,
 )
-from narrowgauge.recipes.recipe_rules import fitting_gather, require_recipe, weight_operands, wide_backward
+from narrowgauge.recipes.recipe_rules import fitting_gather, require_recipe, reuses, weight_operands
 from narrowgauge.system.errors import UserError
 from narrowgauge.system.toml_text import parse_toml, toml_key, toml_value
 
@@ -190,13 +192,17 @@ class Recipe(Places):
     def with_wide_backward(self) -> "Recipe":
         """This recipe with the same forward pass, and a backward pass in fp32 that rounds nothing.
 
-        An operand that the backward pass makes from values of the forward pass is those values
-        (`recipe_rules.wide_backward`). So the mean of unbiased roundings is this recipe's gradient.
+        An operand that the backward pass makes from values of the forward pass is those values as they are;
+        any other is the tensor in fp32. So the mean of unbiased roundings is this recipe's gradient.
         """
-        gradients = dict.fromkeys(GRADIENT_PLACES, FP32)
 
         def wide(of: Places) -> dict[str, Cast | None]:
-            return {**of.places, **wide_backward({**self.casts, **of.casts}, self.saved), **gradients}
+            casts = {**self.casts, **of.casts}
+            places = {**of.places, **dict.fromkeys((*GEMM_PLACES[2:], *GRADIENT_PLACES), FP32)}
+            for place in ("dgrad.w", "wgrad.x"):
+                if reuses(place, casts, self.saved) or (place == "wgrad.x" and self.saved == "operand"):
+                    places[place] = values_of(SEEN_BEFORE[place])
+            return places
 
         rules = tuple(replace(rule, places=wide(rule)) for rule in self.rules)
         places = wide(self) | {"grad": FP32, "reduce": FP32}

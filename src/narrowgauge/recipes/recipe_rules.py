@@ -25,7 +25,6 @@ from narrowgauge.recipes.places import (
     ATTENTION,
     CHOOSES,
     FP32,
-    GEMM_PLACES,
     GEMMS,
     GRADIENT_PLACES,
     GROUPS,
@@ -36,7 +35,6 @@ from narrowgauge.recipes.places import (
     STREAM,
     WIRE_PLACES,
     Places,
-    values_of,
 )
 from narrowgauge.system.errors import UserError
 
@@ -297,19 +295,6 @@ def reuses(place: str, casts: Mapping[str, Cast], saved: str | Cast) -> bool:
     """Whether dgrad.w or wgrad.x uses the values of the forward pass, or something made from them."""
     is_kept = place != "wgrad.x" or isinstance(saved, str)
     return is_kept and (bool(casts[place].of) or have_same_numbers(casts, SEEN_BEFORE[place], place))
-
-
-def wide_backward(casts: Mapping[str, Cast], saved: str | Cast) -> dict[str, Cast]:
-    """The casts of a backward pass that rounds nothing, but starts from the same values as these casts.
-
-    An operand made from values of the forward pass is those values as they are; any other is the tensor in
-    fp32.
-    """
-    wide = dict.fromkeys((p for p in GEMM_PLACES if not p.startswith("fprop.")), FP32)
-    for place in ("dgrad.w", "wgrad.x"):
-        if reuses(place, casts, saved) or (place == "wgrad.x" and saved == "operand"):
-            wide[place] = values_of(SEEN_BEFORE[place])
-    return wide
 
 
 def weight_operands(*given: Mapping[str, Cast | None]) -> tuple[Cast, ...]:
