@@ -287,7 +287,7 @@ def set_step(
     for layer in layers:
         if not layer.recipe.rules:
             continue
-        if decay is None and any(rule.start.decay or rule.until.decay for rule in layer.recipe.rules):
+        if decay is None and any(rule.follows_schedule for rule in layer.recipe.rules):
             raise UserError(
                 f"a rule of recipe {layer.recipe.name!r} waits for the decay of the learning rate, and its "
                 "first step is not known; give set_step the argument `decay`"

@@ -177,6 +177,11 @@ class Rule(Places):
         """Whether the rule starts or ends at a step."""
         return bool(self.clock) and self.clock != {"from_step": 1}
 
+    @property
+    def follows_schedule(self) -> bool:
+        """Whether the rule depends on the step from which the learning rate falls."""
+        return self.start.decay or self.until.decay
+
     def holds(self, step: int, steps: int | None, decay: int | None = None) -> bool:
         """Whether the rule holds in an optimizer step.
 

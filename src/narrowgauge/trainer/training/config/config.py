@@ -145,8 +145,7 @@ def make_config(values: Mapping[str, Mapping[str, Any]]) -> Config:
             raise unknown_key(f"recipe.{place}", config_keys())
     if config.recipe.backend not in BACKENDS:
         raise unknown("backend", config.recipe.backend, BACKENDS)
-    waits = any(rule.start.decay or rule.until.decay for rule in config.spec.recipe.rules)
-    if config.schedule.kind == "constant" and waits:
+    if config.schedule.kind == "constant" and any(r.follows_schedule for r in config.spec.recipe.rules):
         raise UserError(
             f"a rule of recipe {config.recipe.name!r} waits for the decay of the learning rate, and "
             "schedule.kind = 'constant' has none; choose another kind, or write from_share in the rule"
