@@ -305,7 +305,7 @@ def test_files_and_functions_stay_within_the_limits_that_contributing_states():
 
 
 BUDGETS = Path(__file__).with_name("budgets.toml")
-READING_PATH = 9, 1_564, 19  # files, lines, modules that they import beyond each other: only lowered
+READING_PATH = 9, 1_537, 19  # files, lines, modules that they import beyond each other: only lowered
 
 
 def lines_of(path: Path) -> int:

@@ -42,7 +42,7 @@ exponent_bits = 3       with mantissa_bits and bias; specials = "ieee", "nan-onl
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from narrowgauge.formats import Format, format_from_facts, register_format
+from narrowgauge.formats import Format, format_facts, format_from_facts, own_formats, register_format
 from narrowgauge.quantization import Cast, cast_keys, cast_names, is_cast_table, make_cast
 from narrowgauge.recipes.places import (
     CAST_TABLE,
@@ -64,6 +64,7 @@ from narrowgauge.recipes.places import (
 )
 from narrowgauge.recipes.recipe_rules import require_place
 from narrowgauge.system.errors import UserError, nearest, unknown
+from narrowgauge.system.toml_text import toml_key, toml_value
 
 _PLACES = (*GROUPS, "saved", STREAM, "offload", *STATE_PLACES, *WIRE_PLACES)
 RECIPE_KEYS = ("name", "title", "source", "compute", "keep", "rule", "format", *_PLACES)
@@ -258,4 +259,33 @@ def _check_keys(table: Mapping[str, Any], known: tuple[str, ...], thing: str) ->
 def _table(value: Any, key: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise UserError(f"{key} = {value!r}, but it must be a table; write [{key}] above its keys")
+    return value
+
+
+def table_text(table: Mapping[str, Any]) -> str:
+    """A recipe's table as TOML, a line for each key; with the registered formats that it names."""
+    nested: dict[str, Any] = {}
+    for key, value in table.items():
+        outer, _, inner = str(key).partition(".")
+        if inner and not isinstance(of_outer := nested.setdefault(outer, {}), dict):
+            raise UserError(f"recipe: {key!r} and {outer} = {of_outer!r}; give {outer} one value or a table")
+        (nested[outer] if inner else nested)[inner or outer] = _plain(value, key)
+    text = toml_value(nested)
+    if facts := {fmt.name: format_facts(fmt) for fmt in own_formats() if f'"{fmt.name}"' in text}:
+        nested["format"] = {**facts, **nested.get("format", {})}
+    return "".join(f"{toml_key(key)} = {toml_value(value)}\n" for key, value in nested.items())
+
+
+def _plain(value: Any, key: str) -> Any:
+    """A value of a dictionary as TOML has it."""
+    if isinstance(value, Format):
+        return value.name if value.bits > 8 else {"element": value.name}
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v, f"{key}.{k}") for k, v in value.items() if v is not None}
+    if isinstance(value, list | tuple):
+        return [_plain(one, key) for one in value]
+    if not isinstance(value, str | int | float):
+        raise UserError(
+            f"recipe: {key} = {value!r}, but a value is text, a number, true or false, or a table"
+        )
     return value

@@ -17,9 +17,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.formats import Format, format_facts, own_formats
 from narrowgauge.quantization import Cast
-from narrowgauge.recipes.parse import fields_of, names_from, recipe_fields
+from narrowgauge.recipes.parse import fields_of, names_from, recipe_fields, table_text
 from narrowgauge.recipes.places import (
     ATTENTION_PLACES,
     FP32,
@@ -37,7 +36,7 @@ from narrowgauge.recipes.places import (
 )
 from narrowgauge.recipes.recipe_rules import fitting_gather, require_recipe, reuses, weight_operands
 from narrowgauge.system.errors import UserError
-from narrowgauge.system.toml_text import parse_toml, toml_key, toml_value
+from narrowgauge.system.toml_text import parse_toml
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +97,7 @@ class Recipe(Places):
         """
         if not isinstance(table, Mapping):
             raise UserError(f"a recipe from {type(table).__name__}, but from_dict takes a dictionary")
-        return cls.from_toml(_text({"name": name, **table}), str(table.get("name", name)))
+        return cls.from_toml(table_text({"name": name, **table}), str(table.get("name", name)))
 
     def __repr__(self) -> str:
         """Two lines: the title, and the casts of operands by name; `text` has every key."""
@@ -231,32 +230,3 @@ class Recipe(Places):
 
 #: What stands wherever a recipe goes: a name, the path of a file, the keys of one, or a recipe.
 RecipeLike = str | Path | Mapping[str, Any] | Recipe
-
-
-def _text(table: Mapping[str, Any]) -> str:
-    """A recipe's table as TOML, a line for each key; with the registered formats that it names."""
-    nested: dict[str, Any] = {}
-    for key, value in table.items():
-        outer, _, inner = str(key).partition(".")
-        if inner and not isinstance(of_outer := nested.setdefault(outer, {}), dict):
-            raise UserError(f"recipe: {key!r} and {outer} = {of_outer!r}; give {outer} one value or a table")
-        (nested[outer] if inner else nested)[inner or outer] = _plain(value, key)
-    text = toml_value(nested)
-    if facts := {fmt.name: format_facts(fmt) for fmt in own_formats() if f'"{fmt.name}"' in text}:
-        nested["format"] = {**facts, **nested.get("format", {})}
-    return "".join(f"{toml_key(key)} = {toml_value(value)}\n" for key, value in nested.items())
-
-
-def _plain(value: Any, key: str) -> Any:
-    """A value of a dictionary as TOML has it."""
-    if isinstance(value, Format):
-        return value.name if value.bits > 8 else {"element": value.name}
-    if isinstance(value, Mapping):
-        return {str(k): _plain(v, f"{key}.{k}") for k, v in value.items() if v is not None}
-    if isinstance(value, list | tuple):
-        return [_plain(one, key) for one in value]
-    if not isinstance(value, str | int | float):
-        raise UserError(
-            f"recipe: {key} = {value!r}, but a value is text, a number, true or false, or a table"
-        )
-    return value
