@@ -9,8 +9,8 @@ import torch
 import narrowgauge as ng
 from narrowgauge.formats import RandomStream
 from narrowgauge.kernels.attention import document_mask
-from narrowgauge.nn.transformer import attention
-from narrowgauge.nn.transformer.attention import AttentionContext, narrow_attention
+from narrowgauge.nn.transformer import places
+from narrowgauge.nn.transformer.places import AttentionContext, narrow_attention
 from narrowgauge.quantization import make_cast
 from narrowgauge.system.errors import UserError
 from oracle import reference_quantize
@@ -143,7 +143,7 @@ def test_narrow_attention_is_that_of_the_oracle(name):
 def test_pieces_change_no_number(monkeypatch, name, heads):
     context = AttentionContext(casts_of(name), keys=KEYS, first_sample=FIRST)
     whole = computed(*tensors(torch.bfloat16), documents(), context)
-    monkeypatch.setitem(attention.SCORES, "cpu", heads * T * T)
+    monkeypatch.setitem(places.SCORES, "cpu", heads * T * T)
     pieces = computed(*tensors(torch.bfloat16), documents(), context)
     assert torch.equal(pieces[0], whole[0])
     assert torch.equal(pieces[1], whole[1])
@@ -153,8 +153,8 @@ def test_pieces_change_no_number(monkeypatch, name, heads):
 
 def test_a_foreign_model_is_told_that_its_attention_is_out_of_reach():
     encoder = torch.nn.TransformerEncoderLayer(16, 2)
-    for places, thing in (({"attention.p": "e4m3"}, "attention"), ({"stream": "bf16"}, "residual stream")):
-        recipe = ng.recipe("fp8").with_places(places)
+    for narrow, thing in (({"attention.p": "e4m3"}, "attention"), ({"stream": "bf16"}, "residual stream")):
+        recipe = ng.recipe("fp8").with_places(narrow)
         with pytest.raises(UserError, match=rf"{thing}.*where no recipe reaches it.*with_places") as error:
             ng.convert(encoder, recipe)
         assert type(encoder.linear1) is torch.nn.Linear, error

@@ -16,14 +16,13 @@ if TYPE_CHECKING:
     from narrowgauge.nn.operands import Observer as Observer
     from narrowgauge.nn.shards import EqualShare as EqualShare
     from narrowgauge.nn.shards import LinearShards as LinearShards
-    from narrowgauge.nn.shards import PooledSequences as PooledSequences
     from narrowgauge.nn.step_state import Stepped as Stepped
     from narrowgauge.nn.step_state import discard_step as discard_step
     from narrowgauge.nn.step_state import recipe_tensors as recipe_tensors
     from narrowgauge.nn.step_state import set_step as set_step
     from narrowgauge.nn.step_state import step as step
-    from narrowgauge.nn.transformer.attention import NarrowAttention as NarrowAttention
     from narrowgauge.nn.transformer.outline import outline_of as outline_of
-    from narrowgauge.nn.transformer.residual import NarrowResidual as NarrowResidual
+    from narrowgauge.nn.transformer.places import NarrowAttention as NarrowAttention
+    from narrowgauge.nn.transformer.places import NarrowResidual as NarrowResidual
 else:
     __all__, __getattr__, __dir__ = import_on_use(__name__)

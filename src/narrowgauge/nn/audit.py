@@ -14,6 +14,7 @@ from narrowgauge.nn.transformer.outline import linear_layers, matmul_weights, wh
 from narrowgauge.quantization import Cast, has_gradient, state_of
 from narrowgauge.recipes import Recipe, RecipeLike
 from narrowgauge.system.errors import checked
+from narrowgauge.system.result import text_table
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +53,7 @@ class Audit(list[AuditRecord]):
         """The records as a table, one line each, and the summary."""
         rows = [("layer", "cast", "calls", "gradient", "note")]
         rows += [(r.layer, r.cast or "-", _text(r.calls), _text(r.gradient), r.note) for r in self]
-        widths = [max(len(row[i]) for row in rows) for i in range(4)]
-        lines = ("  ".join([*map(str.ljust, row, widths), row[4]]).rstrip() for row in rows)
-        return "\n".join([*lines, self.summary])
+        return f"{text_table(rows)}\n{self.summary}"
 
 
 @checked

@@ -16,7 +16,6 @@ from narrowgauge.kernels.residual import Residual
 from narrowgauge.nn.linear import Linear
 from narrowgauge.nn.self_test import verified_backend
 from narrowgauge.nn.step_state import Conversion, stepped_modules
-from narrowgauge.nn.transformer.attention import NarrowAttention
 from narrowgauge.nn.transformer.outline import (
     is_conv1d,
     is_linear,
@@ -27,8 +26,8 @@ from narrowgauge.nn.transformer.outline import (
     untouched_layers,
     warn_of_left,
 )
-from narrowgauge.nn.transformer.residual import NarrowResidual
-from narrowgauge.nn.transformer.stacked_experts import StackedExperts, is_stacked, require_plain_state
+from narrowgauge.nn.transformer.places import NarrowAttention, NarrowResidual
+from narrowgauge.nn.transformer.stacked_experts import is_stacked, require_plain_state, stacked
 from narrowgauge.recipes import (
     ModelPlan,
     Outline,
@@ -152,9 +151,7 @@ def apply_plan(model: torch.nn.Module, plan: ModelPlan, backend: str) -> None:
     _leave_fast_path(model)
     first = _convert_layers(model, plan, backend)
     for name, experts in stacks.items():
-        stack = experts if isinstance(experts, StackedExperts) else StackedExperts(experts)
-        first = stack.use(recipe, name, plan.parts, first, backend)
-        model.set_submodule(name, stack)
+        first = stacked(experts).use(recipe, name, plan.parts, first, backend)
     _replace_places(model, recipe, plan.parts)
     conversion = Conversion()
     for name, module in stepped_modules(model).items():

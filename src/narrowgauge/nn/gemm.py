@@ -280,15 +280,11 @@ def native_product(a: Operand, b: Operand, dtype: torch.dtype, fast: bool = Fals
     `fast` lets Hopper accumulate in fewer bits, as is usual for fprop. Matmuls in blocks still accumulate in
     fp32, as TransformerEngine requires.
     """
-    fast = fast and a.cast.element.bits == 8 and not (_in_blocks(a.cast) or _in_blocks(b.cast))
+    in_blocks = any(x.cast.block is not None and x.cast.block[1] for x in (a, b))
+    fast = fast and a.cast.element.bits == 8 and not in_blocks
     rows = a.rows or a.elements.shape[0], b.rows or b.elements.shape[0]
     result = torch_scaled_mm(**arguments(a, b), output_dtype=dtype, use_fast_accum=fast)
     return result if result.shape == rows else result[: rows[0], : rows[1]]
-
-
-def _in_blocks(cast: Cast) -> bool:
-    """Whether scales vary along the contraction."""
-    return cast.block is not None and cast.block[1] != 0
 
 
 def arguments(a: Operand, b: Operand) -> dict[str, Any]:

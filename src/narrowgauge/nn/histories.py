@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from narrowgauge.quantization import Cast, TensorShard, largest_channels, squared_norms
+from narrowgauge.quantization import Cast, PreScale, TensorShard, largest_channels, squared_norms
 from narrowgauge.recipes.places import CHOOSES
 from narrowgauge.system.collectives import Group, all_reduce_flat, all_reduce_max_
 from narrowgauge.system.torch_compat import copy_each
@@ -40,13 +40,9 @@ class History(torch.nn.Module):
     def __init__(self, cast: Cast, **shapes: tuple[int, ...]) -> None:
         """Start without a step; of the tensors with these shapes the first holds what a step records."""
         super().__init__()
-        self.cast, self.shapes = cast, shapes
-        self.reset("cpu")
-
-    def reset(self, device: torch.device | str) -> None:
-        """Allocate the state before the first step, on a device."""
-        for name, shape in self.shapes.items():
-            tensor = torch.empty(shape, dtype=_DTYPES.get(name, torch.float32), device=device)
+        self.cast, self.names = cast, tuple(shapes)
+        for name, shape in shapes.items():
+            tensor = torch.empty(shape, dtype=_DTYPES.get(name, torch.float32), device="cpu")
             self.register_buffer(name, tensor, persistent=False)
         self.renew()
 
@@ -57,7 +53,7 @@ class History(torch.nn.Module):
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The state by name; the tensors themselves, not copies."""
-        return {name: getattr(self, name) for name in self.shapes}
+        return {name: getattr(self, name) for name in self.names}
 
     def discard_step(self) -> None:
         """Forget what was recorded in this step, so that its end changes nothing."""
@@ -67,18 +63,15 @@ class History(torch.nn.Module):
         """Incorporate what was recorded in this step."""
         raise NotImplementedError
 
-    @property
-    def is_meta(self) -> bool:
-        """Whether the state has no memory yet."""
-        return any(tensor.is_meta for tensor in self.tensors().values())
-
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "History":
-        """Move to another device, but keep the dtypes when the model's changes."""
+        """Move to another device, and from the meta device start again; no dtype changes with the model's."""
         originals = self.tensors()
         super()._apply(fn, recurse)
         for name, tensor in self.tensors().items():
             if tensor.dtype != originals[name].dtype:
                 setattr(self, name, originals[name].to(tensor.device))
+        if any(original.is_meta for original in originals.values()):
+            self.renew()
         return self
 
 
@@ -154,18 +147,18 @@ class ChannelChoice(History):
 
 
 @torch.no_grad()
-def end_steps(histories: Iterable[History]) -> None:
+def end_steps(memories: Iterable[History | PreScale]) -> None:
     """Call `end_step` on all; histories of one kind together, because each operation is a GPU launch.
 
     No branch depends on a tensor's value: a compiled graph could not contain it, and a GPU would sync.
     """
     alike: dict[tuple[object, ...], list[AmaxHistory]] = {}
-    for history in histories:
-        if type(history) is AmaxHistory:
-            kind = (history.amax.device, history.cast)
-            alike.setdefault(kind, []).append(history)
+    for memory in memories:
+        if type(memory) is AmaxHistory:
+            kind = (memory.amax.device, memory.cast)
+            alike.setdefault(kind, []).append(memory)
         else:
-            history.end_step()
+            memory.end_step()
     for group in alike.values():
         entries, scales, amaxes = ([getattr(h, name) for h in group] for name in ("entries", "scale", "amax"))
         cast, amax_N, entries_NL, scale_N = group[0].cast, *map(torch.stack, (amaxes, entries, scales))

@@ -10,7 +10,7 @@ A layer returns the dtype of its input, so that conversion changes no other part
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from fractions import Fraction
@@ -27,7 +27,7 @@ from narrowgauge.nn.linear_function import autocast_disabled, linear_function
 from narrowgauge.nn.operands import DTYPES, LayerSpec, Operands, weight_values
 from narrowgauge.nn.self_test import verified_backend
 from narrowgauge.nn.shards import LinearShards
-from narrowgauge.nn.step_state import Conversion, Stepped, count_steps
+from narrowgauge.nn.step_state import Conversion, Stepped
 from narrowgauge.nn.weight import Accumulation, WeightGather, bind, make_weight_state, send_masters
 from narrowgauge.quantization import (
     NarrowTensor,
@@ -122,17 +122,15 @@ class Linear(Stepped, SeesFSDP, torch.nn.Linear):
         self.first_sample = None  # no buffer: DDP would give each process those of process 0
         self.set_weights(weight, bias)
         self.join(Conversion(), "")
-        count_steps(self)
 
     def set_weights(self, weight: torch.nn.Parameter, bias: torch.nn.Parameter | None) -> None:
         """Take these parameters and their device, with the state before the first step."""
         self._take(weight, bias)
         self._choose_backend(self.backend)
         for history in self.histories.values():
-            history.reset(self._device())
+            history.to_empty(device=self._device()).renew()
         self.reduce_prescale = PreScale(self._device(), mu=0) if self.recipe["reduce"].prescale else None
-        self.has_memory = self.follows_step()
-        self._set_keys(0, 0, 0)
+        self.start()
 
     def _take(self, weight: torch.nn.Parameter, bias: torch.nn.Parameter | None) -> None:
         """Take these parameters, with their state."""
@@ -191,7 +189,7 @@ class Linear(Stepped, SeesFSDP, torch.nn.Linear):
             return False
         weight, shares = self.weight, self.is_sharded or not self.shards.is_whole
         is_fp32 = input.dtype == weight.dtype == self.spec.compute == torch.float32
-        is_other = self.state_at_rest is not None or self.has_memory or self.spec.transposed or shares
+        is_other = self.state_at_rest is not None or self.follows_step or self.spec.transposed or shares
         is_watched = self.observer is not None or self.accumulation is not None
         is_here = input.device.type == "cpu" and self.in_features > 0 and type(weight) is torch.nn.Parameter
         return is_fp32 and is_here and not (is_other or is_watched)
@@ -257,8 +255,7 @@ class Linear(Stepped, SeesFSDP, torch.nn.Linear):
 
     def set_position(self, seed: int, step: int, first_sample: int, *schedule: Any) -> None:
         """As `Stepped.set_position`; the pass may have more sequences than this process."""
-        pool = self.shards.pool
-        first_sample = pool.first(first_sample) if pool else first_sample
+        first_sample = self.shards.pool * first_sample + self.shards.pool_offset
         super().set_position(seed, step, first_sample, *schedule)
 
     @property
@@ -284,30 +281,23 @@ class Linear(Stepped, SeesFSDP, torch.nn.Linear):
         """Whether the gradient of a micro-batch waits for an optimizer."""
         return has_gradient(self.weight)
 
-    def _end_step(self) -> None:
-        if self.reduce_prescale is not None:
-            self.reduce_prescale.end_step()
-
-    def follows_step(self) -> bool:
-        """Whether any value of this layer, or of its gradient on the wire, depends on the step."""
-        return super().follows_step() or self.reduce_prescale is not None
+    @property
+    def memories(self) -> Iterable[History | PreScale]:
+        """The histories, and the factor of the gradient on the wire."""
+        return [*self.histories.values(), *filter(None, [self.reduce_prescale])]
 
     def lost(self, optimizer: torch.optim.Optimizer, is_fresh: bool) -> Iterator[str]:
-        """What an optimizer does not keep of this layer's recipe, each as the rest of a sentence."""
+        """As `Stepped.lost`, with moments that the recipe stores in casts."""
         weight = self._parameters.get("weight")
         if weight is not None and (cast := wide_moment(weight, optimizer, self.recipe.state)):
             yield f"keeps moments in float32, which the recipe stores in {cast.name!r}: use narrowgauge.AdamW"
-        if not (is_fresh or self.hears_optimizer or self.step_is_set) and self.follows_step():
-            yield "resumes, but random bits and histories start over: resume with narrowgauge.load_state_dict"
+        yield from super().lost(optimizer, is_fresh)
 
     def discard_step(self) -> None:
-        """As `Stepped.discard_step`, with the gradient in a cast and its pre-scaling factor."""
+        """As `Stepped.discard_step`, with the gradient in a cast."""
         super().discard_step()
-        gradient = None if self.state_at_rest is None else self.state_at_rest.gradient
-        if gradient is not None:
-            gradient.discard_step()
-        if self.reduce_prescale is not None:
-            self.reduce_prescale.discard_step()
+        if self.state_at_rest is not None and self.state_at_rest.gradient is not None:
+            self.state_at_rest.gradient.discard_step()
 
     def weight_tensors(self) -> dict[str, torch.Tensor]:
         """Scales of the weight, its master, and the pre-scaling factor; the tensors themselves."""
@@ -334,7 +324,6 @@ class Linear(Stepped, SeesFSDP, torch.nn.Linear):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         """Move to another device, and choose its backend; from the meta device, start again."""
-        blank = [history for history in self.histories.values() if history.is_meta]
         is_blank = self.keys is not None and self.keys.is_meta
         weight: torch.Tensor | None = self._parameters.get("weight")
         if isinstance(weight, NarrowTensor):
@@ -347,8 +336,6 @@ class Linear(Stepped, SeesFSDP, torch.nn.Linear):
             weight.move(probe.device, probe.dtype)
         else:
             super()._apply(fn, recurse)
-        for history in blank:
-            history.reset(self._device())
         if self.first_sample is not None:
             self.first_sample = fn(self.first_sample)
         if is_blank:
@@ -384,7 +371,6 @@ class Linear(Stepped, SeesFSDP, torch.nn.Linear):
             if not torch.allclose(weight, values, rtol=0, atol=0, equal_nan=True):
                 self.state_at_rest = None
         self._bind()
-        count_steps(self)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         """Save a plain weight under its plain name, whatever stores it."""

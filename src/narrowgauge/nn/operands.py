@@ -115,12 +115,9 @@ class LayerSpec:
 
     def __post_init__(self) -> None:
         casts, wide = self.casts, _WIDE.get(self.compute)
-        has_all = {"wgrad.x", "dgrad.w"} <= casts.keys()
-        has_dy = {"dgrad.dy", "wgrad.dy"} <= casts.keys()
         self.forms = {place: self._form(place, cast) for place, cast in casts.items()}
-        self.reuses_x = has_all and reuses("wgrad.x", casts, self.saved)
-        self.reuses_w = has_all and reuses("dgrad.w", casts, self.saved)
-        self.shares_dy = has_dy and have_same_numbers(casts, "dgrad.dy", "wgrad.dy")
+        self.reuses_x, self.reuses_w = (reuses(place, casts, self.saved) for place in ("wgrad.x", "dgrad.w"))
+        self.shares_dy = have_same_numbers(casts, "dgrad.dy", "wgrad.dy")
         self.is_wide = isinstance(self.saved, str) and all(cast == wide for cast in casts.values())
 
     def _form(self, place: str, cast: Cast) -> str:

@@ -35,40 +35,27 @@ class EqualShare:
 
 
 @dataclass(frozen=True)
-class PooledSequences:
-    """The sequences of `count` processes, some of whose tokens this one computes together (experts).
-
-    Together they have the sequences of a step from `begin` on; of these, this process has those from `own`
-    on. Their n-th micro-batches are concatenated into one: so their random bits equal one process's with
-    micro-batches of `count` times as many sequences.
-    """
-
-    begin: int
-    own: int
-    count: int
-
-    def first(self, first_sample: int) -> int:
-        """The first sequence of everyone's micro-batch, from the first sequence of this process's."""
-        return self.begin + self.count * (first_sample - self.own)
-
-
-@dataclass(frozen=True)
 class LinearShards:
-    """The sharding of one layer; None for a dimension that is not sharded."""
+    """The sharding of one layer; None for a dimension that is not sharded.
+
+    An expert computes tokens of the sequences of `pool` processes. Their n-th micro-batches are concatenated
+    into one, so that its random bits are those of one process with `pool` times as many sequences in each.
+    """
 
     tokens: EqualShare | None = None  # the shard of the tokens
     inputs: ShardAxis | None = None  # the shard of the weight's columns
     outputs: ShardAxis | None = None  # the shard of the weight's rows
     before: Exchange | None = None  # computes the input of the matmuls from the layer's input
     after: Exchange | None = None  # computes the layer's output, still without bias, from the matmul's result
-    #: The sequences whose tokens the layer computes, if not this process's sequences
-    pool: PooledSequences | None = None
+    pool: int = 1  # the processes of whose sequences the layer computes tokens
+    #: The first of their sequences in a pass, less `pool` times the first of this process's
+    pool_offset: int = 0
     is_whole: bool = field(init=False, compare=False)  # whether this process computes the layer alone
 
     def __post_init__(self) -> None:
-        parts = (self.tokens, self.inputs, self.outputs, self.before, self.after, self.pool)
+        parts = (self.tokens, self.inputs, self.outputs, self.before, self.after)
         # Not computed at first use, which compiled code would take for a change of the layer.
-        object.__setattr__(self, "is_whole", all(part is None for part in parts))
+        object.__setattr__(self, "is_whole", self.pool == 1 and all(part is None for part in parts))
 
     def tensor_shards(self, samples: int, m: int, n: int, k: int) -> dict[str, TensorShard]:
         """The shards of x (M, K), w (N, K) and dy (M, N), M tokens of `samples` sequences; full ones are left

@@ -5,12 +5,12 @@ stream: the six operands, the signs of the three GEMMs' transforms, and the quan
 
 `Stepped` is the base of every module under a recipe: it holds the step and the keys of the streams. A
 training loop sets the step (`nn.set_step`). Otherwise every forward pass that records gradients draws new
-random bits, and a step ends when an optimizer takes one (`count_steps`), or when `nn.step` is called.
+random bits, and a step ends when an optimizer takes one (`join`), or when `nn.step` is called.
 Micro-batches are not optimizer steps: if a loop called `set_step` once and never again, a warning is raised.
 """
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from types import MappingProxyType
 from typing import Any
@@ -23,6 +23,7 @@ from narrowgauge.formats import stream_key
 from narrowgauge.kernels.dropout import Dropout
 from narrowgauge.nn.histories import History, end_steps
 from narrowgauge.nn.operands import Observer
+from narrowgauge.quantization import PreScale
 from narrowgauge.recipes import Recipe
 from narrowgauge.system.devices import is_gpu
 from narrowgauge.system.errors import UserError, require
@@ -33,7 +34,7 @@ from narrowgauge.system.torch_compat import active_ddp, is_in_backward, is_trans
 MOST_STEPS_UNSET = 10
 _NEXT_KEY = 0x9E3779B9 - 2**32  # odd, so that keys repeat only after 2^32 calls
 _A_PROCESS = 2**20  # sequences, more than any pass has, so that the ranges of processes are disjoint
-_COUNTING: WeakKeyDictionary[Any, None] = WeakKeyDictionary()  # in order
+_COUNTING: WeakKeyDictionary["Stepped", None] = WeakKeyDictionary()  # in order
 _FRESH: WeakKeyDictionary[Any, bool | None] = WeakKeyDictionary()  # optimizers; None once they are checked
 
 
@@ -60,7 +61,7 @@ class Stepped:
     conversion: Conversion | None = None  # the modules that were converted together with this one
     full_name = ""  # of this one among them
     is_random: bool  # whether any of its casts needs random bits
-    has_memory = True  # whether anything here depends on the step
+    follows_step: bool  # whether any value of this module depends on the step
     keys: torch.Tensor | None  # int32, a key for each random stream; None if no cast is random
     first_sample: torch.Tensor | None  # the index in the global batch of the first sequence of the pass
     process: int | None = None  # the index among the data-parallel processes; None until it is known
@@ -78,10 +79,27 @@ class Stepped:
     awaits_backward = 0  # the passes of this step that the backward pass may recompute
     steps_unset = 0  # the optimizer steps, each after a pass, since the loop last set the step
 
+    @property
+    def memories(self) -> Iterable[History | PreScale]:
+        """Everything here that a step changes when it ends."""
+        return self.histories.values()
+
+    def start(self) -> None:
+        """Go to the position before the first step."""
+        is_timed = any(rule.is_timed for rule in self.recipe.rules)
+        self.follows_step = self.is_random or any(True for _ in self.memories) or is_timed
+        self._set_keys(0, 0, 0)
+
     def join(self, conversion: Conversion, full_name: str) -> None:
-        """Belong to a conversion, under a name."""
+        """Belong to a conversion, under a name, and count the steps of any optimizer in this process.
+
+        The optimizer may belong to another model. Its step then also ends a step of this module, which has no
+        effect if the module has not run since.
+        """
         self.conversion, self.full_name = conversion, full_name
         conversion.modules[full_name] = self
+        _COUNTING[self] = None
+        _listen_to_optimizers()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Join the conversion of a copied or unpickled model."""
@@ -92,9 +110,7 @@ class Stepped:
     def set_position(
         self, seed: int, step: int, first_sample: int, steps: int | None, decay: int | None
     ) -> None:
-        """Go to a step and a pass (`set_step`); histories have already finished the previous step."""
-        if step != self.step:
-            self._end_step()
+        """Go to a step and a pass (`set_step`), after the end of the previous step."""
         # A module's own way to set an attribute is slow, and every micro-batch does it in every layer.
         vars(self).update(step=step, step_is_set=True, steps_unset=0, length=(steps, decay))
         self._use_rules(step, steps, decay)
@@ -138,7 +154,7 @@ class Stepped:
         Returns:
             Whether a backward pass will follow.
         """
-        if not self.has_memory:
+        if not self.follows_step:
             return torch.is_grad_enabled()
         if is_transformed() and not torch.compiler.is_compiling():
             refuse_transforms()  # before a key is drawn, which would belong to the transform
@@ -152,9 +168,8 @@ class Stepped:
                     "the step; call narrowgauge.set_step before each forward pass"
                 )
             if self._is_new_step():
-                for history in self.histories.values():
-                    history.end_step()
-                self._end_step()
+                for memory in self.memories:
+                    memory.end_step()
             if is_eager and self.begins_step:  # earlier passes are recomputed, or never will be
                 self.awaits_backward = min(self.awaits_backward, 1)
             if is_eager and self.process is None and self.keys is not None and (ddp := active_ddp()):
@@ -179,7 +194,7 @@ class Stepped:
         """
         if self.counts_calls:
             return
-        if self.step_is_set and not self.begins_step and self.follows_step():
+        if self.step_is_set and not self.begins_step and self.follows_step:
             self.steps_unset += 1
             if self.steps_unset == MOST_STEPS_UNSET:
                 warnings.warn(
@@ -190,15 +205,15 @@ class Stepped:
                 )
         self.begins_step = self.hears_optimizer = True
 
-    def follows_step(self) -> bool:
-        """Whether any value of this module depends on the step."""
-        is_timed = any(rule.is_timed for rule in self.recipe.rules)
-        return self.is_random or bool(self.histories) or is_timed
+    def lost(self, optimizer: torch.optim.Optimizer, is_fresh: bool) -> Iterator[str]:
+        """What an optimizer does not keep of this module's recipe, each as the rest of a sentence."""
+        if not (is_fresh or self.hears_optimizer or self.step_is_set) and self.follows_step:
+            yield "resumes, but random bits and histories start over: resume with narrowgauge.load_state_dict"
 
     def discard_step(self) -> None:
         """Undo what the passes of this step have left behind; see `nn.discard_step`."""
-        for history in self.histories.values():
-            history.discard_step()
+        for memory in self.memories:
+            memory.discard_step()
 
     def _is_new_step(self) -> bool:
         """Whether a pass is the first since an optimizer took a step.
@@ -253,9 +268,6 @@ class Stepped:
     def _use_rules(self, step: int, steps: int | None, decay: int | None) -> None:
         """Switch to the casts that apply in a step."""
 
-    def _end_step(self) -> None:
-        """Finish a step, except its histories, before the next begins."""
-
 
 def set_step(
     model: torch.nn.Module,
@@ -297,7 +309,7 @@ def set_step(
                 f"a rule of recipe {layer.recipe.name!r} holds from a share of the steps on, and their "
                 "number is not known; give set_step the argument `steps`"
             )
-    end_steps(h for layer in layers if layer.step != step for h in layer.histories.values())
+    end_steps(memory for layer in layers if layer.step != step for memory in layer.memories)
     for layer in layers:
         layer.set_position(seed, step, first_sample, steps, decay)
     for module in modules:
@@ -363,18 +375,8 @@ def require_same_tensors(current: Mapping[str, torch.Tensor], saved: Mapping[str
             )
 
 
-def count_steps(layer: Any) -> None:
-    """From now on, notify a layer of each step of any optimizer in this process.
-
-    The optimizer may belong to another model. Its step then also ends a step of this layer, which has no
-    effect if the layer has not run since.
-    """
-    _COUNTING[layer] = None
-    _listen_to_optimizers()
-
-
-def counting_layers() -> list[Any]:
-    """The living layers that `count_steps` has seen, of all models, the oldest first."""
+def living_modules() -> list[Any]:
+    """The living modules that have joined a conversion, of all models, the oldest first."""
     return list(_COUNTING)
 
 
@@ -389,10 +391,10 @@ def _check_state(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     is_fresh = _FRESH.setdefault(optimizer, not optimizer.state or hasattr(optimizer, "recipe"))
     if optimizer.state and is_fresh is not None:
         _FRESH[optimizer] = None
-        for text in dict.fromkeys(t for layer in counting_layers() for t in layer.lost(optimizer, is_fresh)):
+        for text in dict.fromkeys(t for m in living_modules() for t in m.lost(optimizer, is_fresh)):
             warnings.warn(f"{type(optimizer).__name__} {text}", stacklevel=2)
 
 
 def _notify_layers(*_: Any) -> None:
-    for layer in counting_layers():
-        layer.optimizer_stepped()
+    for module in living_modules():
+        module.optimizer_stepped()

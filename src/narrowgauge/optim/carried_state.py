@@ -35,7 +35,7 @@ import torch
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from narrowgauge.nn.linear import Linear
-from narrowgauge.nn.step_state import Stepped, counting_layers, require_same_tensors
+from narrowgauge.nn.step_state import Stepped, living_modules, require_same_tensors
 from narrowgauge.optim.groups import require_served
 from narrowgauge.quantization import ParamState, QuantizedState, state_of, stored_tensor
 from narrowgauge.system.errors import UserError
@@ -68,7 +68,7 @@ class CarriedState:
             model: A model all of whose layers count, also those without a weight among the parameters.
         """
         own, inside = {id(p) for p in parameters}, set() if model is None else set(model.modules())
-        layers = (x for x in counting_layers() if x in inside or id(_weight_of(x)) in own)
+        layers = (x for x in living_modules() if x in inside or id(_weight_of(x)) in own)
         conversions = dict.fromkeys(layer.conversion for layer in layers)
         self.modules: dict[str, Stepped] = {
             f"{PREFIX}{i}.{name}.": module
@@ -84,7 +84,7 @@ class CarriedState:
             self.tensors |= {name + key: (t, part) for key, t in module.weight_tensors().items()}
             if name in self.weights and state_of(of).weight is not None:
                 self.tensors[f"{name}stored"] = stored_tensor(of), part
-        self.positions = {f"{name}position": m for name, m in self.modules.items() if m.follows_step()}
+        self.positions = {f"{name}position": m for name, m in self.modules.items() if m.follows_step}
 
     def saved(self) -> dict[str, torch.Tensor]:
         """The state by name, copied, because loading the model's weights changes it."""

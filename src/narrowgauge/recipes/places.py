@@ -1,7 +1,7 @@
 """The places of a training step: operands of GEMMs and of attention, what is kept, state, and the wire.
 
 A place of attention names a tensor: queries, keys, values, probabilities, and the gradients `do` of p v and
-`ds` of q kᵀ. Each is an operand of two or three of the six matmuls (`nn/transformer/attention.py`),
+`ds` of q kᵀ. Each is an operand of two or three of the six matmuls (`nn/transformer/places.py`),
 which contract different axes of it, so it is quantized for each, with blocks along the axis that this matmul
 contracts. A place that a recipe does not name is in `compute`. `stream` is the residual. A `Rule` puts other
 casts into places, in some layers or from some time on.

@@ -2,9 +2,9 @@
 
 Mixtral, Qwen3-MoE, gpt-oss and others hold the weights of all experts of a layer as `gate_up_proj` [E, N, K]
 (gpt-oss: [E, K, N]) and `down_proj`, and call the module with the chosen experts of each token and their
-weights. None of its layers is a `torch.nn.Linear`. `StackedExperts` replaces it, with the same parameters
-under the same names. Each expert becomes two layers, `3.gate_up_proj` and `3.down_proj`, which multiply with
-slices of the parameters and have separate places, scales, histories, random bits and gauges.
+weights. None of its layers is a `torch.nn.Linear`. The module becomes a `StackedExperts`, with the same
+parameters under the same names. Each expert becomes two layers, `3.gate_up_proj` and `3.down_proj`, which
+multiply with slices of the parameters and have separate places, scales, histories, random bits and gauges.
 
 Tokens are sorted by expert, and results are added in the order of a token's experts, in fp32. An expert
 without tokens computes nothing, unless there are no tokens at all: then one does, to produce gradients of
@@ -14,7 +14,7 @@ Legend: M tokens, K inputs, A experts of a token, R = M A assignments.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from types import SimpleNamespace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -28,32 +28,23 @@ GATE = "_apply_gate"  #: the method of transformers' experts that combines the t
 
 
 class StackedExperts(torch.nn.Module):
-    """Replaces a module that holds the weights of several experts in one parameter each.
+    """A module of transformers that holds the weights of several experts in one parameter each.
 
     Attributes:
-        source: The module that it replaces, which knows the activation.
+        source: The class that it had before, which knows the activation.
         num_experts: The number of experts.
-        matrices: The names of the parameters with the weights of the first and of the second layer.
         is_transposed: Whether each weight is stored as (inputs, outputs).
+        has_gate: Whether the first layer gives two halves, which `GATE` combines.
         slices: The weights of all experts by the name of their parameter, during a forward pass.
     """
 
-    source: Any
-
-    def __init__(self, experts: torch.nn.Module) -> None:
-        """Take over the parameters and the hooks of such a module (`is_stacked`)."""
-        super().__init__()
-        share_hooks(experts, self)
-        self.num_experts: int = experts.num_experts  # type: ignore[assignment]
-        self.is_transposed = bool(experts.is_transposed)
-        self.has_gate = bool(experts.has_gate)
-        self.matrices = ("gate_up_proj" if self.has_gate else "up_proj", "down_proj")
-        for name, parameter in experts.named_parameters(recurse=False):
-            self.register_parameter(name, parameter)
-        self.post_expert_norm: Any = experts.post_expert_norm if experts.has_post_expert_norm else None
-        self.__dict__["source"] = experts  # no submodule
-        self.slices: dict[str, tuple[torch.Tensor, ...]] = {}
-        self.train(experts.training)
+    source: type[torch.nn.Module]
+    num_experts: int
+    is_transposed: bool
+    has_gate: bool
+    has_post_expert_norm: bool
+    post_expert_norm: Any
+    slices: Mapping[str, tuple[torch.Tensor, ...]] = MappingProxyType({})
 
     def use(self, recipe: Recipe, name: str, resolved: Mapping[str, Recipe], first: int, backend: str) -> int:
         """Create the layers of all experts, or recreate them with their existing hooks.
@@ -75,7 +66,7 @@ class StackedExperts(torch.nn.Module):
             experts[number].add_module(layer, new)
         for number, expert in enumerate(experts):
             self.add_module(str(number), expert.train(self.training))
-        return first + self.num_experts * len(self.matrices)
+        return first + 2 * self.num_experts
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(
@@ -99,7 +90,7 @@ class StackedExperts(torch.nn.Module):
             found = [self._expert(number, x) for number, x in enumerate(x_RK.split(sizes)) if len(x)]
             found = found or [self._expert(0, x_RK)]
         finally:
-            self.slices = {}
+            del self.slices
         y_RK = torch.cat(found)[order_R.argsort()]
         weighted_RK = y_RK.float() * top_k_weights.reshape(-1, 1).float()
         return weighted_RK.view(M, A, y_RK.shape[-1]).sum(dim=1).to(hidden_states.dtype)
@@ -108,11 +99,13 @@ class StackedExperts(torch.nn.Module):
         """The result of one expert for its tokens."""
         if number >= self.num_experts:
             return torch.zeros_like(x)
-        expert, first, last = self.get_submodule(str(number)), *self.matrices
-        hidden = expert.get_submodule(first)(x)
-        hidden = getattr(self.source, GATE)(hidden) if self.has_gate else self.source.act_fn(hidden)
-        y: torch.Tensor = expert.get_submodule(last)(hidden)
-        return y if self.post_expert_norm is None else self.post_expert_norm(y)
+        first, last = self.get_submodule(str(number)).children()
+        source: Any = torch.nn.Module.__new__(self.source)
+        source.__dict__ = self.__dict__
+        hidden = first(x)
+        hidden = getattr(source, GATE)(hidden) if self.has_gate else source.act_fn(hidden)
+        y: torch.Tensor = last(hidden)
+        return self.post_expert_norm(y) if self.has_post_expert_norm else y
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "StackedExperts":
         """Move the parameters before the layers, which ask them for their device."""
@@ -140,9 +133,9 @@ class ExpertLinear(Linear):
         """As `Linear`, of an expert by its number, with slices of the parameters `name` and `NAME_bias`."""
         self.__dict__["stack"] = stack  # no submodule
         self.number, self.name = number, name
-        shape = stack.get_parameter(name).shape[1:]
-        template = SimpleNamespace(weight=torch.nn.Parameter(torch.empty(shape, device="meta")), bias=None)
-        super().__init__(template, recipe, index, stack.is_transposed, model_recipe, backend)  # type: ignore[arg-type]
+        rows, columns = stack.get_parameter(name).shape[1:]
+        template = torch.nn.Linear(columns, rows, bias=False, device="meta")
+        super().__init__(template, recipe, index, stack.is_transposed, model_recipe, backend)
 
     @property
     def weight(self) -> torch.Tensor:  # type: ignore[override]
@@ -165,6 +158,14 @@ class ExpertLinear(Linear):
 
     def _device(self) -> torch.device:
         return self.stack.get_parameter(self.name).device
+
+
+def stacked(module: torch.nn.Module) -> StackedExperts:
+    """Make a module that `is_stacked` a `StackedExperts`; it stays the same object."""
+    if not isinstance(module, StackedExperts):
+        module.__dict__["source"], module.__class__ = type(module), StackedExperts
+    assert isinstance(module, StackedExperts)
+    return module
 
 
 def is_stacked(module: torch.nn.Module) -> bool:

@@ -51,7 +51,7 @@ import torch.distributed as dist
 from torch import nn
 
 from narrowgauge.distributed.mesh import Mesh
-from narrowgauge.nn import EqualShare, Linear, LinearShards, NarrowAttention, NarrowResidual, PooledSequences
+from narrowgauge.nn import EqualShare, Linear, LinearShards, NarrowAttention, NarrowResidual
 from narrowgauge.quantization import ShardAxis, TensorShard, ensure_state, full_axis, state_of
 from narrowgauge.system.collectives import all_gather_rows, comm_tag, reduce_scatter_rows
 from narrowgauge.system.second_derivative import FirstOrderFunction
@@ -224,7 +224,7 @@ def divide_experts(model: Transformer, mesh: Mesh, batch_size: int) -> None:
         return
     index, count, group = mesh.index("expert"), mesh.size("expert"), mesh.group("expert")
     each = batch_size // mesh.parallel_dims.data
-    pool = PooledSequences((mesh.data_index - index) * each, mesh.data_index * each, count)
+    offset = (mesh.data_index - index) * each - count * mesh.data_index * each
     for layer in experts_of(model.blocks):
         of_each = layer.count // count
         layer.local = range(index * of_each, (index + 1) * of_each)
@@ -233,7 +233,7 @@ def divide_experts(model: Transformer, mesh: Mesh, batch_size: int) -> None:
             layer.add_module(str(number), nn.Identity())  # it stands for an expert of another process
         for module in layer.modules():
             if isinstance(module, Linear) and module is not layer.router:
-                module.shards = replace(module.shards, pool=pool)
+                module.shards = replace(module.shards, pool=count, pool_offset=offset)
 
 
 def local_experts(module: nn.Module) -> nn.ModuleList:

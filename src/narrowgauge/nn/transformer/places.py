@@ -1,4 +1,6 @@
-"""Attention with its operands in the casts of a recipe: two products, and a softmax between them.
+"""Attention and the residual stream under a recipe: the modules that `convert` puts in a model for its own.
+
+**Attention** is two products, and a softmax between them, with operands in the casts of the recipe.
 
     z_ts = (q_t . k_s) / sqrt(H)
     p_ts = softmax over s of z_ts                      rows sum to 1 before p is quantized
@@ -28,11 +30,18 @@ Only q, k and v are kept for the backward pass, which computes the rest again. S
 time (`SCORES` elements of p, or one head of keys with its queries), except under scales of the full tensor,
 which need all of p first.
 
-`convert` replaces a model's attention by `NarrowAttention`. It has no parameters, and computes as the
-attention that it replaces while the recipe leaves all of its places in `compute`.
+`NarrowAttention` has no parameters, and computes as the attention that it replaces while the recipe leaves
+all of its places in `compute`.
+
+**The residual stream** is rounded once at each point where the model adds to it: x_i+1 = Q(x_i + f_i).
+
+The sum is float32 (float64 for float64 tensors). In a format without scales the stream is a tensor of that
+format, and so is its gradient. If addends have that format too, torch's sum is rounded once as well, and the
+next norm computes it (`is_plain`). Under a cast with scales the stream stays float32 and holds the values of
+the cast; gradients pass through unchanged. Blocks lie along the width of the model.
 
 Legend: B sequences, N query heads, K key-value heads, Z = B N matrices, Y = B K matrices, T queries, S keys,
-H head_dim.
+H head_dim; D the model's width.
 """
 
 import math
@@ -49,6 +58,7 @@ from narrowgauge.kernels import emulate
 from narrowgauge.kernels.attention import Attention
 from narrowgauge.kernels.dispatch import contexts, is_unread, last_product
 from narrowgauge.kernels.dropout import Dropout
+from narrowgauge.kernels.residual import Residual
 from narrowgauge.nn.gemm import Operand
 from narrowgauge.nn.linear_function import autocast_disabled
 from narrowgauge.nn.operands import Observation, Observer
@@ -59,11 +69,13 @@ from narrowgauge.quantization.quantize import emulate_in_context
 from narrowgauge.recipes import ATTENTION_PRODUCTS, GRADIENT_PLACES, Recipe, is_wide
 from narrowgauge.system.errors import UserError
 from narrowgauge.system.second_derivative import FirstOrderFunction
+from narrowgauge.system.torch_compat import has_hooks, reshaped
 
 SCORES = {"cpu": 2**20, "cuda": 2**25}  # elements of p that are held at a time
 _PRODUCTS = list(ATTENTION_PRODUCTS)
 _STREAMS = 2 * len(_PRODUCTS)  # of an attention
-_FIRST_STREAM = 2**36  # above the tensor ids of linear layers and of the optimizer, below dropout's
+_FIRST_STREAM = 2**36  # above the tensor ids of linear layers and of the optimizer, below those of dropout
+_FIRST_OF_RESIDUALS = 2**37
 #: The matmuls of the gradients of both operands, in their order.
 _GRADIENTS = {"q kᵀ": ("ds k", "dsᵀ q"), "p v": ("do vᵀ", "pᵀ do")}
 
@@ -246,7 +258,7 @@ class NarrowAttention(Stepped, Attention):
         self.is_random = any(cast is not None and cast.is_random for cast in everything)
         # Plain CPU tensors that do not move with the module: each pass copies them.
         self.keys = self.first_sample = None
-        self._set_keys(0, 0, 0)
+        self.start()
 
     @property
     def is_wide(self) -> bool:
@@ -289,3 +301,73 @@ class NarrowAttention(Stepped, Attention):
     def _use_rules(self, step: int, steps: int | None, decay: int | None) -> None:
         if self.recipe.rules:
             self.casts = self.recipe.at(step, steps, decay).attention
+
+
+class _Narrowed(FirstOrderFunction):
+    """The values of a cast, with the gradient of the sum itself."""
+
+    @staticmethod
+    def forward(ctx: Any, x_MD: Tensor, cast: Cast, context: QuantContext) -> Tensor:
+        values, scale = emulate(x_MD, cast, -1, x_MD.dtype, context)
+        return values if scale is None else values * scale
+
+    @staticmethod
+    def backward(ctx: Any, dy_MD: Tensor) -> tuple[Tensor | None, ...]:
+        return dy_MD, None, None
+
+
+class NarrowResidual(Stepped, Residual):
+    """One point of the residual stream, in the format of a recipe's `stream`.
+
+    Attributes:
+        dtype: The dtype of the stream after this point.
+        tokens: The tokens of this process, if several hold parts of each sequence.
+    """
+
+    def __init__(self, recipe: Recipe, index: int) -> None:
+        """Keep the stream in the cast of a model's recipe; `index` counts the points of the model."""
+        torch.nn.Module.__init__(self)
+        self.recipe, self.index, self.cast = recipe, index, recipe["stream"]
+        self.dtype = None if self.cast.is_scaled else torch_dtype(self.cast.element)
+        self.tokens: EqualShare | None = None
+        self.is_random = self.cast.is_random
+        self.keys = self.first_sample = None
+        self.start()
+
+    def is_plain(self, dtype: torch.dtype) -> bool:
+        """Whether the stream and an addend of `dtype` have the same format, and nothing sees their sum."""
+        return dtype == self.dtype and self.observer is None and not has_hooks(self, before=True)
+
+    def forward(self, x_BTD: Tensor, delta_BTD: Tensor | None = None) -> Tensor:
+        """The stream after this point: `x_BTD`, or the sum of both, rounded once."""
+        self.begin_pass()
+        wide = torch.promote_types(x_BTD.dtype, torch.float32)
+        with autocast_disabled(x_BTD.device.type):
+            total = x_BTD.to(wide) if delta_BTD is None else x_BTD.to(wide) + delta_BTD
+            x_MD = total.flatten(0, -2)
+            context = self._context(x_MD, x_BTD.shape[0])
+            has_scales = self.dtype is None
+            seen = _Narrowed.apply(x_MD, self.cast, context) if has_scales else x_MD.to(self.dtype)
+            if self.observer is not None:
+                with torch.no_grad():
+                    self.observer.operand(Observation("stream", x_MD, seen, self.cast, -1, context))
+            return reshaped(seen, x_BTD.shape)
+
+    def _context(self, x_MD: Tensor, samples: int) -> QuantContext:
+        """The position of the local tokens in the global tensor, and the random bits."""
+        shard = None
+        M, D = x_MD.shape
+        if self.tokens is not None:
+            shard = TensorShard((self.tokens.axis(samples, M // samples), full_axis(D)))
+        if self.keys is None or self.first_sample is None:
+            return QuantContext(shard=shard)
+        per_sample = (M if shard is None else shard.shape[0]) // samples * D
+        offset = self.first_sample.to(x_MD.device) * per_sample
+        return QuantContext(RandomStream(self.keys[0].to(x_MD.device), offset), shard=shard)
+
+    def extra_repr(self) -> str:
+        """The cast of the stream."""
+        return f"stream={self.cast.name}"
+
+    def _stream_ids(self) -> list[int]:
+        return [_FIRST_OF_RESIDUALS + self.index]
