@@ -48,7 +48,7 @@ from narrowgauge.quantization import (
 )
 from narrowgauge.quantization.scales import fp32_scale
 from narrowgauge.quantization.state.gradient_state import NarrowGradient
-from narrowgauge.quantization.state.narrow_tensor import make_narrow, make_narrow_shard, make_plain
+from narrowgauge.quantization.state.narrow_tensor import make_narrow, make_plain
 from narrowgauge.quantization.state.parameter_state import (
     NarrowGradParameter,
     attach_state,
@@ -273,13 +273,9 @@ def bind(parameter: torch.nn.Parameter, state: ParamState, is_sharded: bool) -> 
     for tensor in () if is_blank else state.by_place().values():
         tensor.move(parameter.device)
     attach_state(parameter, state)
-    if is_sharded:
-        if state.weight is not None and isinstance(parameter, DTensor):
-            make_narrow_shard(parameter, state)
-        return
-    if state.weight is not None and not isinstance(parameter, NarrowTensor):
+    if state.weight is not None and is_sharded == isinstance(parameter, DTensor):
         make_narrow(parameter, state)
-    if state.gradient is not None:
+    if state.gradient is not None and not is_sharded:
         if type(parameter) is torch.nn.Parameter:
             parameter.__class__ = NarrowGradParameter
         accept_any_gradient(parameter)

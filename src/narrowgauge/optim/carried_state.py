@@ -76,7 +76,10 @@ class CarriedState:
             for name, module in conversion.modules.items()
         }
         self.weights = {name: w for name, m in self.modules.items() if (w := _weight_of(m)) is not None}
-        self.tensors: dict[str, tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]] = {}
+        self.positions = {f"{name}position": m for name, m in self.modules.items() if m.follows_step}
+        self.tensors: dict[str, tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]] = {
+            name: (module.position(), torch.Tensor.detach) for name, module in self.positions.items()
+        }
         for name, module in self.modules.items():
             of = self.weights.get(name, parameters[0])  # they are sharded as this is
             row, part = partial(as_row, p=of), partial(as_saved, p=of)
@@ -84,17 +87,14 @@ class CarriedState:
             self.tensors |= {name + key: (t, part) for key, t in module.weight_tensors().items()}
             if name in self.weights and state_of(of).weight is not None:
                 self.tensors[f"{name}stored"] = stored_tensor(of), part
-        self.positions = {f"{name}position": m for name, m in self.modules.items() if m.follows_step}
 
     def saved(self) -> dict[str, torch.Tensor]:
         """The state by name, copied, because loading the model's weights changes it."""
-        positions = {name: module.position() for name, module in self.positions.items()}
-        return positions | {name: saved(t.clone()) for name, (t, saved) in self.tensors.items()}
+        return {name: saved(t.clone()) for name, (t, saved) in self.tensors.items()}
 
     def local_parts(self, saved: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """What this process keeps of a saved state."""
         kept = {name: t for name, (t, _) in self.tensors.items()}
-        kept |= {name: module.position() for name, module in self.positions.items()}
         parts = {name: as_kept(t, kept[name]) if name in kept else t for name, t in saved.items()}
         require_same_tensors(kept, parts)
         for name, record in ((name, state_of(weight)) for name, weight in self.weights.items()):

@@ -11,7 +11,7 @@ changes a value; compiled code processes the tensor as one chunk.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
+from itertools import repeat
 
 import torch
 
@@ -123,26 +123,19 @@ def _blocks_of(shape: torch.Size, block: tuple[int, int] | None, axis: int) -> B
 _kept_blocks = lru_cache(1024)(_blocks_of)  # a model has a few dozen
 
 
-class Chunk(NamedTuple):
-    """Part of a split tensor: a range of positions along one dimension."""
+def chunks(
+    split: torch.Tensor, *others: torch.Tensor, in_one: bool = False
+) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Iterate over the chunks of a split tensor, in element order, with those of others of its dimensions.
 
-    dim: int
-    start: int
-    size: int
-
-    def of(self, t: torch.Tensor) -> torch.Tensor:
-        """This chunk of a tensor with the same dimensions; a dimension of size 1 is shared by all chunks."""
-        return t if not t.ndim or t.shape[self.dim] == 1 else t.narrow(self.dim, self.start, self.size)
-
-
-def chunks(split: torch.Tensor, in_one: bool = False) -> Iterator[Chunk]:
-    """Iterate over the chunks of a split tensor, in element order."""
-    dim = 1 if split.ndim > 1 and split.shape[0] == 1 else 0
+    Each is a contiguous range of the elements. One of the others that has size 1 along the dimension that is
+    cut, or none, is shared by all chunks.
+    """
     elements = max(CHUNK, split.numel() // 64) if split.is_meta else CHUNK  # there only memory matters
     if in_one or torch.compiler.is_compiling() or split.numel() <= elements:
-        yield Chunk(dim if split.ndim else 0, 0, split.shape[dim] if split.ndim else 1)
+        yield split, *others
         return
-    length = split.shape[dim]
-    size = max(1, elements * length // split.numel())
-    for start in range(0, length, size):
-        yield Chunk(dim, start, min(size, length - start))
+    dim = 1 if split.ndim > 1 and split.shape[0] == 1 else 0
+    size = max(1, elements * split.shape[dim] // split.numel())
+    shared = (repeat(t) if not t.ndim or t.shape[dim] == 1 else t.split(size, dim) for t in others)
+    yield from zip(split.split(size, dim), *shared, strict=False)

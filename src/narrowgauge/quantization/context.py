@@ -102,12 +102,16 @@ class QuantContext:
         block.
         """
         dim = axis % len(blocks.shape)
-        if columns := cast.outer_columns:
-            if self.shard is not None:
-                self.shard.require_aligned(columns, dim, cast, "second scales")
-            return _largest_of_groups(amax, blocks.grid_dim(dim), columns // blocks.size[dim])
-        largest = amax.amax(blocks.grid_dim(dim), keepdim=True)
-        return largest if self.shard is None else all_reduce_max(largest, self.shard.axes[dim].groups)
+        along, columns = blocks.grid_dim(dim), cast.outer_columns
+        if not columns:
+            largest = amax.amax(along, keepdim=True)
+            return largest if self.shard is None else all_reduce_max(largest, self.shard.axes[dim].groups)
+        if self.shard is not None:
+            self.shard.require_aligned(columns, dim, cast, "second scales")
+        of_blocks = [columns // blocks.size[dim] if d == along else 1 for d in range(amax.ndim)]
+        groups = Blocks.of(amax.shape, of_blocks)
+        split = groups.split(amax)
+        return groups.merge(split.amax(along + 1, keepdim=True).expand_as(split)) if groups.inner else amax
 
     def global_amax(self, amax: torch.Tensor, cast: Cast, axis: int) -> torch.Tensor:
         """The amaxes of the global tensor's blocks, from the magnitudes of the local elements."""
@@ -135,16 +139,6 @@ class QuantContext:
             sums = all_reduce_sum(sums, self.shard.axes[0].groups)
             count = self.shard.axes[0].size
         return (sums / max(count, 1)).to(x.dtype)
-
-
-def _largest_of_groups(amax: torch.Tensor, dim: int, size: int) -> torch.Tensor:
-    """The largest of each `size` entries along a dimension, repeated in place of every one of them."""
-    count = amax.shape[dim]
-    if missing := -count % size:
-        padding = amax.new_zeros([missing if d == dim else n for d, n in enumerate(amax.shape)])
-        amax = torch.cat([amax, padding], dim)
-    groups = amax.unflatten(dim, (-1, size))
-    return groups.amax(dim + 1, keepdim=True).expand_as(groups).flatten(dim, dim + 1).narrow(dim, 0, count)
 
 
 DEFAULT_CONTEXT = QuantContext()

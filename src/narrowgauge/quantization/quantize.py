@@ -254,7 +254,11 @@ def emulate_in_context(
     if not cast.adds_to_operand:
         return blocks.merge(values), block.reshape(()) if is_plain else outer
     operand = blocks.merge(values if outer is None else values.mul_(outer))
-    return prepared.restored(operand, cast), None
+    if prepared.mean is not None:
+        operand.add_(prepared.mean)
+    if cast.compensate and prepared.unclamped is not None:  # in float32, as a difference of bf16 is not exact
+        operand.add_(prepared.unclamped.to(torch.float32, copy=True).sub_(prepared.x))
+    return operand, None
 
 
 def _narrowed(

@@ -1,6 +1,6 @@
 """Prepares a tensor for its blocks: the transforms of its cast, and the channels kept in another cast.
 
-`quantize.prepared_by` applies them in turn; `Prepared.restored` adds to an operand what they removed.
+`quantize.prepared_by` applies them in turn; `quantize.emulate` adds to an operand what they removed.
 
     center      x = mean + rest         operand  Q(rest) + mean: the residual has a smaller range than x
     hadamard    x H
@@ -58,15 +58,6 @@ class Prepared(NamedTuple):
     #: The mean that was subtracted, float32, transformed like x; None if none was
     mean: torch.Tensor | None = None
     unclamped: torch.Tensor | None = None  # x before its outliers were clamped; None if they were not
-
-    def restored(self, operand: torch.Tensor, cast: Cast) -> torch.Tensor:
-        """Add back to a float32 operand what was removed, in place."""
-        if self.mean is not None:
-            operand.add_(self.mean)
-        # The clamped remainder is added back in float32, because a difference of bf16 values is not exact.
-        if cast.compensate and self.unclamped is not None:
-            operand.add_(self.unclamped.to(torch.float32, copy=True).sub_(self.x))
-        return operand
 
 
 def clamp_outliers(x: torch.Tensor, quantile: float, context: QuantContext = DEFAULT_CONTEXT) -> torch.Tensor:

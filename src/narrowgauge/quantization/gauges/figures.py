@@ -162,9 +162,8 @@ def gauge(
         limit = torch.full_like(amax, largest) if scale is None else scale * largest
         limit = torch.where(limit > 0, limit, torch.inf)
     sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=x.device)
-    for chunk in chunks(split):
-        tensors = chunk.of(split), chunk.of(after), None if limit is None else chunk.of(limit)
-        sums += _sums(*tensors, factor)
+    for before, seen_there, *limits in chunks(split, after, *(() if limit is None else (limit,))):
+        sums += _sums(before, seen_there, limits[0] if limits else None, factor)
     sums[1:3] -= split.numel() - x.numel()  # zeros that pad a ragged edge
     scales = factor.new_ones(1) if scale is None or not scale.numel() else scale
     low, high = (torch.where(scales.isfinite(), scales, end) for end in (torch.inf, -torch.inf))

@@ -98,23 +98,20 @@ INLINE void tile(int rows, int nv, int adds, int64_t n, const float *a, int64_t 
     for (int j = 0; j < nv; j++) AT(c + r * ldc + j * W) = sum[r][j];
 }
 
-/* c = a b for ROWS rows of a, `columns` a multiple of 16. */
-static void multiply(int64_t n, int64_t columns, const float *a, int64_t lda, const float *b, int64_t ldb, float *c, int64_t ldc) {
-  for (int64_t r = 0; r < ROWS; r += MR) {
+/* The same for `rows`, a multiple of 8, and `columns`, one of 16. */
+INLINE void product(int adds, int64_t rows, int64_t columns, int64_t n, const float *a, int64_t across, int64_t along, const float *b, int64_t ldb, float *c, int64_t ldc) {
+  for (int64_t r = 0; r < rows; r += MR) {
     int64_t j = 0;
-    for (; j + 2 * W <= columns; j += 2 * W) tile(MR, 2, 0, n, a + r * lda, lda, 1, b + j, ldb, c + r * ldc + j, ldc);
-    for (; j < columns; j += W) tile(MR, 1, 0, n, a + r * lda, lda, 1, b + j, ldb, c + r * ldc + j, ldc);
+    for (; j + 2 * W <= columns; j += 2 * W) tile(MR, 2, adds, n, a + r * across, across, along, b + j, ldb, c + r * ldc + j, ldc);
+    for (; j < columns; j += W) tile(MR, 1, adds, n, a + r * across, across, along, b + j, ldb, c + r * ldc + j, ldc);
   }
 }
 
-/* c[s] += sum over ROWS rows r of a[r, s] b[r], in their order; `keys` a multiple of 8. */
-static void add_outer(int64_t keys, int64_t dim, const float *a, int64_t lda, const float *b, float *c) {
-  for (int64_t s = 0; s < keys; s += MR) {
-    int64_t j = 0;
-    for (; j + 2 * W <= dim; j += 2 * W) tile(MR, 2, 1, ROWS, a + s, 1, lda, b + j, dim, c + s * dim + j, dim);
-    for (; j < dim; j += W) tile(MR, 1, 1, ROWS, a + s, 1, lda, b + j, dim, c + s * dim + j, dim);
-  }
+/* c = a b for ROWS rows of a. */
+static void multiply(int64_t n, int64_t columns, const float *a, int64_t lda, const float *b, int64_t ldb, float *c, int64_t ldc) {
+  product(0, ROWS, columns, n, a, lda, 1, b, ldb, c, ldc);
 }
+
 INLINE float pairwise(const float *lanes) {
   float half[LANES];
   memcpy(half, lanes, sizeof half);
@@ -123,17 +120,10 @@ INLINE float pairwise(const float *lanes) {
   return half[0];
 }
 
-static float row_sum(const float *x, int64_t n) { /* n: a multiple of LANES */
+static float row_dot(const float *x, const float *y, int64_t n) { /* y: null for ones; n: a multiple of LANES */
   float lanes[LANES] = {0};
   for (int64_t s = 0; s < n; s += LANES)
-    for (int i = 0; i < LANES; i++) lanes[i] += x[s + i];
-  return pairwise(lanes);
-}
-
-static float row_dot(const float *x, const float *y, int64_t n) {
-  float lanes[LANES] = {0};
-  for (int64_t s = 0; s < n; s += LANES)
-    for (int i = 0; i < LANES; i++) lanes[i] += x[s + i] * y[s + i];
+    for (int i = 0; i < LANES; i++) lanes[i] += y ? x[s + i] * y[s + i] : x[s + i];
   return pairwise(lanes);
 }
 
@@ -177,7 +167,7 @@ int attention_forward(const Attention *p, int64_t first, int64_t last) {
           float *row = z + r * S, *stats = p->stats + ((b * p->heads + n) * T + t + r) * 2;
           stats[0] = row_max(row, t + r + 1) * p->scale;
           exponentials(row, t + r + 1, seen, p->scale, stats[0]);
-          stats[1] = 1.0f / row_sum(row, seen);
+          stats[1] = 1.0f / row_dot(row, 0, seen);
           for (int64_t s = 0; s < seen; s++) row[s] = wide(narrow(row[s] * stats[1]));
         }
         multiply(t + rows, H, z, S, v, H, y, H);
@@ -229,8 +219,8 @@ int attention_backward(const Attention *p, int64_t first, int64_t last) {
         }
         multiply(t + rows, H, ds, S, k, H, dq, H);
         narrow_rows(dq, p->scale, p->dq_strides[2], rows, H, (uint16_t *)at(p->dq, p->dq_strides, b, n, t));
-        add_outer(up(t + rows, 8), H, ds, S, q, dk);
-        add_outer(up(t + rows, 8), H, p_bf16, S, grad, dv);
+        product(1, up(t + rows, 8), H, ROWS, ds, 1, S, q, H, dk, H);
+        product(1, up(t + rows, 8), H, ROWS, p_bf16, 1, S, grad, H, dv, H);
       }
     narrow_rows(dk, p->scale, p->dk_strides[2], T, H, (uint16_t *)at(p->dk, p->dk_strides, b, kv, 0));
     narrow_rows(dv, 1.0f, p->dv_strides[2], T, H, (uint16_t *)at(p->dv, p->dv_strides, b, kv, 0));

@@ -23,7 +23,7 @@ import stat
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
 from importlib import resources
@@ -39,12 +39,6 @@ SOURCES = ("bf16.h", "narrow.h", "scales.h", "narrow.c", "attention.c", "layers.
 _FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared")
 #: Uses the first that the compiler knows; by default GCC leaves half of AVX-512's width unused.
 _FOR_THIS_CPU = ("-march=native -mprefer-vector-width=512", "-march=native", "-mcpu=native", "")
-_NUMBERS: Mapping[str, Any] = {
-    **{
-        f"{sign}int{bits}_t": getattr(ctypes, f"c_{sign}int{bits}") for sign in ("", "u") for bits in (32, 64)
-    },
-    **{"float": ctypes.c_float, "double": ctypes.c_double},
-}
 _SECONDS = 60
 _QUIET_SECONDS = 1.0  # a compilation that takes longer is announced
 
@@ -134,7 +128,8 @@ def struct(name: str) -> Any:
     for declaration in body.split(";")[:-1]:
         kind, names = declaration.split(maxsplit=1)
         for pointer, field, size in re.findall(r"(\*?)(\w+)(?:\[(\d+)\])?", names):
-            one = ctypes.c_void_p if pointer else _NUMBERS.get(kind) or struct(kind)
+            number = getattr(ctypes, "c_" + kind.removesuffix("_t"), None)  # float: c_float, int32_t: c_int32
+            one = ctypes.c_void_p if pointer else number or struct(kind)
             fields.append((field, one * int(size) if size else one))
     return type(name, (ctypes.Structure,), {"_fields_": fields})
 

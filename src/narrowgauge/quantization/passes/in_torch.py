@@ -120,25 +120,25 @@ def block_errors(s: Split, by: Scales) -> torch.Tensor:
 
 def _rounded(s: Split, by: Scales, result: str, dtype: torch.dtype) -> torch.Tensor:
     """The elements, in the shape of the split tensor."""
-    cast, random, out = s.cast, s.context.random_over(s.blocks), None
+    cast, random, done, out = s.cast, s.context.random_over(s.blocks), 0, None
+    drawn = (random,) if isinstance(random, torch.Tensor) else ()
     # A torch.Generator draws in order, so all elements must be rounded at once.
-    in_one = cast.rounding == "stochastic" and not isinstance(random, RandomStream | torch.Tensor)
-    for chunk in chunks(s.x, in_one):
-        x, encode, bits = chunk.of(s.x), chunk.of(by.encode), random
-        if isinstance(random, RandomStream) and chunk.start:
-            bits = random.from_element(chunk.start * (s.x.numel() // s.x.shape[chunk.dim]))
-        elif isinstance(random, torch.Tensor):
-            bits = chunk.of(random)
+    in_one = cast.rounding == "stochastic" and not drawn and not isinstance(random, RandomStream)
+    walked = s.x, by.encode, by.block, by.finite, *drawn
+    for x, encode, block, finite, *uniform in chunks(*walked, in_one=in_one):
+        bits = uniform[0] if uniform else random
+        bits = bits.from_element(done) if isinstance(bits, RandomStream) and done else bits
         scaled = x.float() / encode if by.divides else x.float() * encode
         values = round_finite_(scaled, cast.element, cast.rounding, bits, cast.random_bits)
         if result == "stored":
-            values.mul_(chunk.of(by.block))
+            values.mul_(block)
         elif result == "codes":
-            values = encode_finite_(torch.where(chunk.of(by.finite), values, 0.0), cast.element)
+            values = encode_finite_(torch.where(finite, values, 0.0), cast.element)
         if x.shape == s.x.shape:
             return values.to(dtype)
         out = torch.empty(s.x.shape, dtype=dtype, device=x.device) if out is None else out
-        chunk.of(out).copy_(values)
+        out.view(-1)[done : done + x.numel()].view(x.shape).copy_(values)
+        done += x.numel()
     assert out is not None
     return out
 

@@ -208,17 +208,18 @@ class NarrowTensor(Proxy):
         return f"NarrowTensor({shown}, cast={self.narrowgauge.cast.name!r})"
 
 
-def make_narrow(p: torch.nn.Parameter, record: ParamState) -> None:
-    """Turn a parameter into the weight of a record; it stays the same object, for optimizers that hold it."""
-    shape = torch.empty(p.shape, device="meta")  # contiguous, as the stored tensors are
-    _become(p, NarrowTensor(shape, record, p.dtype), record)
+def make_narrow(p: torch.Tensor, record: ParamState) -> None:
+    """Turn a parameter into the weight of a record; it stays the same object, for optimizers that hold it.
 
-
-def make_narrow_shard(p: DTensor, record: ParamState) -> None:
-    """Turn the local tensor of a parameter that FSDP2 has sharded into the weight of a record."""
-    if not isinstance(local_tensor(p), NarrowTensor):
-        shape = torch.empty(record.require_weight().shape, device="meta")
+    Of one that FSDP2 has sharded the local tensor becomes the weight, whose values are float32.
+    """
+    if isinstance(local_tensor(p), NarrowTensor):
+        return
+    shape = torch.empty(record.require_weight().shape, device="meta")  # contiguous, as the stored tensors are
+    if isinstance(p, DTensor):
         _become(p, as_shard(NarrowTensor(shape, record, torch.float32), p), record)
+    else:
+        _become(p, NarrowTensor(shape, record, p.dtype), record)
 
 
 def make_plain(p: torch.nn.Parameter, values: torch.Tensor) -> None:

@@ -41,7 +41,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import cache
-from typing import NamedTuple
 
 import torch
 
@@ -59,15 +58,6 @@ from narrowgauge.system.torch_compat import version_of
 
 DECADES = 7
 LARGEST_K = 64.0  # for a block whose magnitudes are nearly equal
-_BLANK: dict[tuple[torch.Size, Cast], dict[str, tuple[torch.Size, torch.dtype]]] = {}
-
-
-class _Prefetched(NamedTuple):
-    """Copies from the host, the event that marks their arrival, and the versions of the tensors copied."""
-
-    copies: dict[str, torch.Tensor]
-    event: torch.cuda.Event | None
-    versions: list[int]
 
 
 class QuantizedState:
@@ -101,22 +91,16 @@ class QuantizedState:
         self.shape, self.cast, self.shard = torch.Size(shape), cast, shard
         self.device, self.on_host = torch.device(device), on_host
         self.gauge: Callable[[torch.Tensor, QuantizedState], None] | None = None
-        self.prefetched: _Prefetched | None = None
-        self.tensors = self._blank() if self.device.type == "meta" else self._zeros()
+        # copies from the host, the event that marks their arrival, and the versions of the tensors copied
+        self.prefetched: tuple[dict[str, torch.Tensor], torch.cuda.Event | None, list[int]] | None = None
+        self.tensors = self._zeros()
         self.move(self.device)
 
     def _zeros(self) -> dict[str, torch.Tensor]:
-        zeros = torch.zeros(self.shape, dtype=torch.float32, device=self.device)
-        return self._encoded(zeros, None, None, self.shard)
-
-    def _blank(self) -> dict[str, torch.Tensor]:
-        """`_zeros` on the meta device: real zeros are encoded once for each shape and cast."""
-        if self.shard is not None and self.shard.groups:  # zeros do not depend on the other shards
-            return QuantizedState(self.shape, self.cast, self.device).tensors
-        key = self.shape, self.cast
-        if key not in _BLANK:
-            _BLANK[key] = {name: (t.shape, t.dtype) for name, t in self._zeros().items()}
-        blank = _BLANK[key].items()
+        if self.device.type != "meta":
+            zeros = torch.zeros(self.shape, dtype=torch.float32, device=self.device)
+            return _encoded(zeros, self.cast, None, None, self.shard)
+        blank = _blank(self.shape, self.cast).items()
         return {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in blank}
 
     def like(self, cast: Cast) -> "QuantizedState":
@@ -147,7 +131,7 @@ class QuantizedState:
         codes = unpack(tensors["codes"], cast.element, self.shape[-1] if self.shape else 1).view(self.shape)
         scales = decode(scales, format(cast.scale)) if cast.has_coded_scales else scales.float()
         outer = tensors.get("tensor_scale", torch.ones((), dtype=torch.float32, device=codes.device))
-        return QTensor(codes, scales, None, outer, cast, self._blocks())
+        return QTensor(codes, scales, None, outer, cast, blocks_of(self.shape, cast, -1))
 
     @property
     def shares_scale(self) -> bool:
@@ -170,7 +154,7 @@ class QuantizedState:
             amax: 0-dim float32, of the global tensor; processes with shards compute it now if it is unknown.
         """
         shard = replace(self.shard, global_amax=amax) if self.shard is not None else None
-        for name, tensor in self._encoded(x, stream, encode_scale, shard).items():
+        for name, tensor in _encoded(x, self.cast, stream, encode_scale, shard).items():
             self.tensors[name].copy_(tensor, non_blocking=self.on_host)
         if self.gauge is not None:
             self.gauge(x, self)
@@ -193,7 +177,7 @@ class QuantizedState:
         with torch.cuda.stream(stream):  # None changes nothing
             copies = self._copies()
         event = None if stream is None else stream.record_event()
-        self.prefetched = _Prefetched(copies, event, self._versions())
+        self.prefetched = copies, event, self._versions()
 
     @property
     def is_apart(self) -> bool:
@@ -204,15 +188,16 @@ class QuantizedState:
         """The stored tensors on the device that computes with them; copies if they are elsewhere."""
         if not self.is_apart:
             return self.tensors
-        fetched, self.prefetched = self.prefetched, None
-        if fetched is None or fetched.versions != self._versions():  # written since then
+        copies, event, versions = self.prefetched or ({}, None, [])
+        self.prefetched = None
+        if versions != self._versions():  # nothing was fetched, or it was written since then
             return self._copies()
-        if fetched.event is not None:
+        if event is not None:
             now = torch.cuda.current_stream(self.device)
-            now.wait_event(fetched.event)
-            for tensor in fetched.copies.values():
+            now.wait_event(event)
+            for tensor in copies.values():
                 tensor.record_stream(now)
-        return fetched.copies
+        return copies
 
     def keep(self, tensors: Iterable[torch.Tensor]) -> None:
         """Store the tensors of `on_device`, in their order, after an in-place update."""
@@ -239,48 +224,52 @@ class QuantizedState:
                 return
         self.write(self.read() * factor)
 
-    def _encoded(
-        self,
-        x: torch.Tensor,
-        stream: RandomStream | None,
-        scale: torch.Tensor | None,
-        shard: TensorShard | None,
-    ) -> dict[str, torch.Tensor]:
-        """The new contents of `tensors` for the values `x`."""
-        cast = self.cast
-        if not cast.is_scaled:
-            if cast.rounding == "stochastic" and stream is not None:
-                bits = stream if shard is None else shard.bits_of(stream)
-                x = round_to(x, cast.element.name, cast.rounding, bits)
-            return {"values": x.to(torch_dtype(cast.element))}
-        if stream is None and cast.is_random:
-            cast = cast.to_nearest
-        if cast.element.bits == 16:
-            values, by = emulate_in_context(x, cast, -1, torch.float32, QuantContext(stream, shard=shard))
-            assert by is not None
-            return {"values": values.to(torch_dtype(cast.element)), "scale": by}
-        blocks, extra = self._blocks(), {}
-        if shard is not None and (cast.codebook or cast.expand):
-            shard.require_aligned((cast.block or (0, 0))[1] or shard.shape[-1], -1, cast, "blocks")
-        if cast.codebook:
-            return _in_codebook(x, cast.codebook, blocks)
-        if cast.expand:
-            split, k, c = _expanded(blocks.split(x), blocks.inner, cast.element)
-            x, extra = blocks.merge(split), {"k": k, "c": c}
-        q = quantize_in_context(x, cast, -1, QuantContext(stream, scale=scale, shard=shard))
-        scales = q.scales if q.scale_codes is None else q.scale_codes
-        scales = scales.bfloat16() if cast.scale == "bf16" else scales
-        tensor_scale = {} if cast.tensor_scale == "none" else {"tensor_scale": q.tensor_scale}
-        return {"codes": q.packed(), "scales": scales} | tensor_scale | extra
-
-    def _blocks(self) -> Blocks:
-        return blocks_of(self.shape, self.cast, -1)
-
 
 @cache
 def _copies(device: torch.device) -> torch.cuda.Stream:
     """The CUDA stream of copies from the host."""
     return torch.cuda.Stream(device)
+
+
+def _encoded(
+    x: torch.Tensor,
+    cast: Cast,
+    stream: RandomStream | None,
+    scale: torch.Tensor | None,
+    shard: TensorShard | None,
+) -> dict[str, torch.Tensor]:
+    """The stored tensors for float32 values; the arguments of `QuantizedState.write`."""
+    if not cast.is_scaled:
+        if cast.rounding == "stochastic" and stream is not None:
+            bits = stream if shard is None else shard.bits_of(stream)
+            x = round_to(x, cast.element.name, cast.rounding, bits)
+        return {"values": x.to(torch_dtype(cast.element))}
+    if stream is None and cast.is_random:
+        cast = cast.to_nearest
+    if cast.element.bits == 16:
+        values, by = emulate_in_context(x, cast, -1, torch.float32, QuantContext(stream, shard=shard))
+        assert by is not None
+        return {"values": values.to(torch_dtype(cast.element)), "scale": by}
+    blocks, extra = blocks_of(x.shape, cast, -1), {}
+    if shard is not None and (cast.codebook or cast.expand):
+        shard.require_aligned((cast.block or (0, 0))[1] or shard.shape[-1], -1, cast, "blocks")
+    if cast.codebook:
+        return _in_codebook(x, cast.codebook, blocks)
+    if cast.expand:
+        split, k, c = _expanded(blocks.split(x), blocks.inner, cast.element)
+        x, extra = blocks.merge(split), {"k": k, "c": c}
+    q = quantize_in_context(x, cast, -1, QuantContext(stream, scale=scale, shard=shard))
+    scales = q.scales if q.scale_codes is None else q.scale_codes
+    scales = scales.bfloat16() if cast.scale == "bf16" else scales
+    tensor_scale = {} if cast.tensor_scale == "none" else {"tensor_scale": q.tensor_scale}
+    return {"codes": q.packed(), "scales": scales} | tensor_scale | extra
+
+
+@cache
+def _blank(shape: torch.Size, cast: Cast) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """The shapes and dtypes of the stored tensors."""
+    zeros = torch.zeros(shape, dtype=torch.float32, device="meta")
+    return {name: (t.shape, t.dtype) for name, t in _encoded(zeros, cast, None, None, None).items()}
 
 
 def _in_codebook(x: torch.Tensor, name: str, blocks: Blocks) -> dict[str, torch.Tensor]:
