@@ -8,10 +8,10 @@ import torch
 
 import narrowgauge as ng
 from narrowgauge.nn import set_step
-from narrowgauge.optim import AdamW, parameter_groups, set_learning_rate
+from narrowgauge.optim import AdamW, parameter_groups
 from narrowgauge.quantization import state_of
 from narrowgauge.recipes import recipe
-from nn.own_loop import model as small_model
+from nn.own_loop import assert_same, batch, go_on, model
 
 POW2 = {"cast": "e4m3", "power_of_two": True}
 STATES = {
@@ -26,41 +26,12 @@ STATES = {
 }
 
 
-def model_of(seed=0, width=80):
-    torch.manual_seed(seed)
-    return torch.nn.Sequential(
-        torch.nn.Embedding(11, 6),
-        torch.nn.Linear(6, width),
-        torch.nn.LayerNorm(width),
-        torch.nn.Linear(width, width),
-    )
-
-
-def optimizer_of(model, r="fp32", weight_decay=0.1, betas=(0.9, 0.95)):
-    return AdamW(parameter_groups(model, weight_decay), r, betas=betas)
-
-
-def backward(model, n):
-    x = torch.randint(11, (5, 4), generator=torch.Generator().manual_seed(n))
-    model(x).square().mean().backward()
-
-
-def step(model, optimizer, n, lr=1e-2):
-    optimizer.zero_grad()
-    backward(model, n)
-    set_learning_rate(optimizer, lr)
-    optimizer.step()
-
-
 def test_in_fp32_it_is_torchs_adamw_to_the_last_digit():
-    ours, theirs = model_of(), model_of()
-    its_optimizer = torch.optim.AdamW(parameter_groups(theirs, 0.1), betas=(0.9, 0.95), fused=True)
-    optimizers = (optimizer_of(ours), its_optimizer)
-    for n in range(5):
-        for model, optimizer in zip((ours, theirs), optimizers, strict=True):
-            step(model, optimizer, n)
-    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
-        assert torch.equal(p, q)
+    ours, theirs = model("fp32"), model("fp32")
+    options = {"lr": 1e-2, "betas": (0.9, 0.95)}
+    optimizer = AdamW(parameter_groups(ours, 0.1), **options)
+    its_optimizer = torch.optim.AdamW(parameter_groups(theirs, 0.1), fused=True, **options)
+    assert_same(go_on(ours, optimizer, range(5)), go_on(theirs, its_optimizer, range(5)))
 
 
 @pytest.mark.parametrize(
@@ -69,7 +40,7 @@ def test_in_fp32_it_is_torchs_adamw_to_the_last_digit():
 def test_narrow_moments_stay_near_torchs_update(m, v):
     """MS-AMP's case: weight decay 1e-3, learning rate 1e-3, 4 steps; here gradients within two binades."""
     r = recipe("fp32").with_places({"m": STATES[m], "v": STATES[v]})
-    ours, theirs = model_of(), model_of()
+    ours, theirs = model("fp32", width=80), model("fp32", width=80)
     a = AdamW(ours.parameters(), r, lr=1e-3, weight_decay=1e-3)
     b = torch.optim.AdamW(theirs.parameters(), lr=1e-3, weight_decay=1e-3)
     g = torch.Generator().manual_seed(0)
@@ -91,9 +62,10 @@ STATE_RECIPES = ["bf16-sr", "msamp-o1", "msamp-o2", "msamp-o3", "coat"]
 class TestClipping:
     @pytest.mark.parametrize("max_norm", [1e-3, 1e9])
     def test_fp32_is_torchs(self, max_norm):
-        ours, theirs = model_of(), model_of()
-        backward(ours, 0), backward(theirs, 0)
-        norm = optimizer_of(ours).clip_grad_norm_(max_norm)
+        ours, theirs = model("fp32"), model("fp32")
+        for m in (ours, theirs):
+            m(batch()).square().mean().backward()
+        norm = AdamW(ours.parameters()).clip_grad_norm_(max_norm)
         torch.testing.assert_close(
             norm, torch.nn.utils.clip_grad_norm_(theirs.parameters(), max_norm), rtol=3e-7, atol=0
         )
@@ -104,11 +76,11 @@ class TestClipping:
     def test_narrow_gradients_are_clipped_and_their_norm_is_fp32s(self, name):
         norms = {}
         for r in ("bf16", name):
-            m = small_model(r, width=80)
-            x = torch.randn(32, 80, generator=torch.Generator().manual_seed(0))
+            m = model(r, width=80)
             set_step(m, 0, 1, 0)
+            x = torch.randn(32, 80, generator=torch.Generator().manual_seed(0))
             m(x).square().sum().backward()
-            optimizer = optimizer_of(m, r)
+            optimizer = AdamW(m.parameters(), r)
             norms[r] = optimizer.clip_grad_norm_(0.5).item()
             assert optimizer.clip_grad_norm_(0.5).item() == pytest.approx(0.5, rel=1e-4)
         assert norms[name] == pytest.approx(norms["bf16"], rel=0.01)
@@ -117,11 +89,11 @@ class TestClipping:
     @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
     @pytest.mark.parametrize("name", ["fp32", "msamp-o1", "msamp-o2", "msamp-o3"])
     def test_a_gradient_that_is_not_finite_shows_in_the_norm(self, name, bad):
-        m = small_model(name, width=80)
+        m = model(name, width=80)
         dy = torch.ones(4, 80)
         dy[2, 3] = bad
         m(torch.ones(4, 80)).backward(dy)
-        assert not optimizer_of(m, name).clip_grad_norm_(1.0).isfinite()
+        assert not AdamW(m.parameters(), name).clip_grad_norm_(1.0).isfinite()
 
 
 def test_each_place_of_each_parameter_is_rounded_with_bits_of_its_own():

@@ -28,17 +28,28 @@ def test_a_factor_of_the_learning_rate_holds_without_a_schedule_of_ours():
     assert {g["lr"] for g in ng.AdamW(said, lr=0.5).param_groups} == {2.0}
 
 
-#: What an optimizer is made with, and the refusal.
-MISTAKES = [
-    (lambda ps: ng.AdamW([{"params": ps, "amsgrad": True}]), "has amsgrad = True, which narrowgauge's"),
-    (lambda ps: ng.AdamW(ps, torch.tensor(1e-3)), r"is not a recipe; .* AdamW\(params, recipe=.*, lr="),
-]
+#: What is refused of a model's parameters, and the sentence.
+MISTAKES = {
+    "has amsgrad = True, which narrowgauge's": lambda m: ng.AdamW(
+        [{"params": m.parameters(), "amsgrad": True}]
+    ),
+    r"is not a recipe; .* AdamW\(params, recipe=.*, lr=": lambda m: ng.AdamW(
+        m.parameters(), torch.tensor(1e-3)
+    ),
+    "muon updates this weight, and the feedback formula is for AdamW": lambda m: ng.Muon(
+        m.parameters(), "eco"
+    ),
+    r"'bloks.\*' matches no parameter": lambda m: ng.parameter_groups(
+        m, 0.1, {"bloks.*": {"weight_decay": 0.0}}
+    ),
+    r"option of optimizer\.groups 'decay'": lambda m: ng.parameter_groups(m, 0.1, {"*": {"decay": 0.0}}),
+}
 
 
-@pytest.mark.parametrize(("make", "says"), MISTAKES)
-def test_what_nothing_serves_is_refused(make, says):
+@pytest.mark.parametrize("says", MISTAKES)
+def test_what_nothing_serves_is_refused(says):
     with pytest.raises(UserError, match=says):
-        make(model("fp8").parameters())
+        MISTAKES[says](model("eco"))
 
 
 def test_the_state_of_other_groups_is_refused_before_anything_changes():

@@ -119,29 +119,17 @@ def test_so_it_does_with_an_optimizer_of_torchs(name, tmp_path):
     assert_goes_on(lambda seed: make(name, seed, torch.optim.AdamW), *by_us(tmp_path))
 
 
-class Frozen(nn.Module):
+def frozen():
     """A trained layer between two frozen ones."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.Linear(64, 64))
-        self.layers[0].requires_grad_(False)
-        self.layers[3].requires_grad_(False)
-
-    def forward(self, x):
-        return self.layers(x)
+    layers = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.Linear(64, 64))
+    layers[0].requires_grad_(False)
+    layers[3].requires_grad_(False)
+    return layers
 
 
-class Adapted(Frozen):
-    """Frozen layers, and a parameter that trains, as those of adapters."""
-
-    def __init__(self):
-        super().__init__()
-        self.requires_grad_(False)
-        self.adapter = nn.Parameter(torch.ones(64))
-
-    def forward(self, x):
-        return super().forward(x) * self.adapter
+def adapted():
+    """Frozen layers, and parameters that train, as those of adapters."""
+    return frozen().requires_grad_(False).append(nn.LayerNorm(64))
 
 
 class Attentive(nn.Module):
@@ -160,8 +148,8 @@ class Attentive(nn.Module):
 RANDOM = {"cast": "e4m3", "rounding": "stochastic"}
 ATTENTION = {"attention.p": RANDOM, "attention.q": RANDOM}
 OTHERS = [
-    *[(Frozen, name, {}) for name in NARROW],
-    *[(Adapted, name, {}) for name in NARROW],
+    *[(frozen, name, {}) for name in NARROW],
+    *[(adapted, name, {}) for name in NARROW],
     (Attentive, "bf16", ATTENTION),
     (Attentive, "bf16", {"stream": {"cast": "bf16", "rounding": "stochastic"}}),
 ]
@@ -173,7 +161,7 @@ def test_modules_without_a_weight_in_the_optimizer(model, name, places, tmp_path
         torch.manual_seed(seed)
         m = ng.convert(model(), ng.recipe(name).with_places(places), keep=[])
         optimizer = ng.AdamW([p for p in m.parameters() if p.requires_grad], name, lr=1e-2, seed=3)
-        optimizer.model = m if model is Adapted else None  # no layer's weight leads to it
+        optimizer.model = m if model is adapted else None  # no layer's weight leads to it
         return m, optimizer
 
     _, load = by_two_state_dicts(tmp_path)
