@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from narrowgauge.system.errors import UserError
-from narrowgauge.trainer.data.sources import no_text, open_source
+from narrowgauge.trainer.data.sources.readers import no_text, open_source
 from narrowgauge.trainer.data.sources.records import Rejected
 
 

@@ -53,22 +53,6 @@ def test_modelopts_own_file_says_it_and_activations_scales_are_no_weights(tmp_pa
     assert torch.equal(read.tensors["blocks.0.down.weight"], expected(model, f"{layer}.weight")[0])
 
 
-SCALE = "model.layers.0.mlp.down_proj.weight_scale"
-OTHER_SCALES = [
-    (None, ["down_proj", "is torch.float8_e4m3fn"]),
-    (torch.ones(3, 5), ["down_proj", "scales of shape (3, 5)", "the unquantized model"]),
-    (torch.tensor([float("nan")]), ["down_proj.weight", "holds a NaN"]),
-]
-
-
-def test_scales_that_cannot_be_read_are_refused_in_a_sentence(tmp_path):
-    tensors, _ = written(tmp_path, trained("fp8", layers=1))
-    del tensors[SCALE]
-    for scale, words in OTHER_SCALES:
-        save_file(tensors | ({} if scale is None else {SCALE: scale}), tmp_path / "model.safetensors")
-        refused(tmp_path, *words)
-
-
 def test_weights_of_a_rotated_model_are_refused_unless_the_rotation_is_in_them(tmp_path):
     """They were read as they lie there, without the rotation of their inputs."""
     _, config = written(tmp_path, trained("fp8", layers=1))

@@ -68,6 +68,10 @@ def inverted(t):
     return 254 - t if is_e8m0 else 1 / t
 
 
+def not_a_number(t):
+    return torch.full_like(t.view(torch.uint8), 255).view(t.dtype)
+
+
 LACKING = "no weight_scale|scale of the tensor is missing|only fp32|has no tensor"
 #: What is done to a part of a layer, and how `import` refuses it; "" where any weights may be so.
 PARTS = {
@@ -77,6 +81,12 @@ PARTS = {
     "a scale of the tensor is negative": (GLOBAL, wide(lambda t: -t), "a scale is negative"),
     "scales are inverted": ((*GLOBAL, "weight_scale"), wide(inverted), "with the reciprocal"),
     "scales are missing": (("weight_scale",), None, LACKING),
+    "scales are not numbers": (("weight_scale",), not_a_number, "holds a NaN"),
+    "scales have another shape": (
+        ("weight_scale",),
+        lambda t: t.flatten()[:1].expand(3, 5),
+        "scales of shape",
+    ),
     "a shape is transposed": (
         *(CODES, lambda t: t.reshape(t.shape[::-1])),
         "scales of shape|its configuration requires",

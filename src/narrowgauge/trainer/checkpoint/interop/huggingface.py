@@ -12,7 +12,6 @@
 `tests/checkpoint/interop/test_huggingface.py`.
 """
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -33,6 +32,7 @@ from narrowgauge.trainer.checkpoint.interop.safetensors_reader import (
     SHARD_BYTES,
     inside,
     read_json,
+    write_json,
     write_tensors,
 )
 from narrowgauge.trainer.checkpoint.store.manifest import read_bounded
@@ -156,10 +156,10 @@ def write_settings(
             "eos_token": loaded.library.id_to_token(end),
             "model_max_length": values.get("max_position_embeddings", values.get("n_positions")),
         }
-        _write_json(folder / TOKENIZER_CONFIG, settings | kept.get(TOKENIZER_CONFIG, {}))
+        write_json(folder / TOKENIZER_CONFIG, settings | kept.get(TOKENIZER_CONFIG, {}))
     if generation := kept.get(GENERATION, tokens):
-        _write_json(folder / GENERATION, generation)
-    _write_json(folder / CONFIG, {**values, **tokens, "torch_dtype": str(dtype).removeprefix("torch.")})
+        write_json(folder / GENERATION, generation)
+    write_json(folder / CONFIG, {**values, **tokens, "torch_dtype": str(dtype).removeprefix("torch.")})
 
 
 def tokens_around_a_text(tokenizer: Tokenizer, special_tokens: Mapping[str, Any]) -> dict[str, Any]:
@@ -173,7 +173,3 @@ def _full_name(name: str, config: ModelConfig) -> str:
     """The name in the full model; a folder of the model without its head omits the prefix."""
     prefix = "transformer." if config.positions == "learned" else "model."
     return name if name.startswith((prefix, "lm_head.")) else prefix + name
-
-
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

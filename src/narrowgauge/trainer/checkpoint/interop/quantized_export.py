@@ -22,7 +22,6 @@ as a sentence. Layers that the recipe does not quantize are listed under `ignore
 NVIDIA/Model-Optimizer 0.47, `export/quant_utils.py`, `export/convert_hf_config.py`.)
 """
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -49,7 +48,7 @@ from narrowgauge.trainer.checkpoint.interop.activations import (
 from narrowgauge.trainer.checkpoint.interop.hf_config import family_of, to_config
 from narrowgauge.trainer.checkpoint.interop.huggingface import MODELOPT, write_settings
 from narrowgauge.trainer.checkpoint.interop.name_map import name_map
-from narrowgauge.trainer.checkpoint.interop.safetensors_reader import write_tensors
+from narrowgauge.trainer.checkpoint.interop.safetensors_reader import write_json, write_tensors
 from narrowgauge.trainer.models import ModelConfig, Transformer
 
 Parts = dict[str, torch.Tensor]  # the tensors of a layer, by the last component of their names
@@ -279,8 +278,7 @@ def _in_modelopt(folder: Path, layers: Mapping[str, Scheme | None]) -> dict[str,
     wide = [name for name, scheme in layers.items() if scheme is None]
     producer = {"name": "modelopt", "version": "0.47.0"}  # by which servers recognise the layout
     details = {**group, "kv_cache_quant_algo": None, "exclude_modules": wide}
-    text = json.dumps({"producer": producer, "quantization": details}, indent=2)
-    (folder / MODELOPT).write_text(text + "\n", encoding="utf-8")
+    write_json(folder / MODELOPT, {"producer": producer, "quantization": details})
     return {"quant_method": "modelopt", **group, "ignore": wide, "producer": producer}
 
 

@@ -13,7 +13,7 @@ unpickling can run arbitrary code.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 
 from narrowgauge.system.errors import UserError
 from narrowgauge.trainer.checkpoint.store.before_save import is_finite
-from narrowgauge.trainer.checkpoint.store.manifest import plain_name, read_bounded
+from narrowgauge.trainer.checkpoint.store.manifest import json_object, plain_name, read_bounded
 from narrowgauge.trainer.checkpoint.store.safetensors_writer import write_safetensors
 from narrowgauge.trainer.data.token_files.tokens import PICKLE, ZIP
 
@@ -124,8 +124,7 @@ def write_tensors(
         write_safetensors(folder / file, converted, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(shard, file)
     if len(shards) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
 def inside(folder: Path, name: str) -> Path:
@@ -153,13 +152,13 @@ def inside(folder: Path, name: str) -> Path:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file; a `UserError` if there is none, or it cannot be read."""
-    try:
-        value = json.loads(read_bounded(path, _LARGEST_JSON))
-    except (ValueError, RecursionError) as error:
-        raise _damaged(path, f"it is not JSON ({error})") from error
-    if not isinstance(value, dict):
-        raise _damaged(path, "it is not one JSON object")
-    return value
+    data = read_bounded(path, _LARGEST_JSON)
+    return json_object(data, lambda reason: _damaged(path, f"it {reason}"))
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a JSON object with a key on each line."""
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
 def begins_with(path: Path, magic: bytes) -> bool:

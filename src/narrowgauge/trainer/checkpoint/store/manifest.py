@@ -25,7 +25,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -84,11 +84,8 @@ def read_manifest(directory: Path) -> Manifest:
     """Read a manifest and check everything that needs no other file."""
     path = directory / MANIFEST
     data = read_bounded(path, MAX_BYTES)
-    try:
-        content = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise DamagedError(f"{path} is empty, torn or not JSON ({error})") from error
-    version = content.get("version") if isinstance(content, dict) else None
+    content = json_object(data, lambda reason: DamagedError(f"{path} {reason}"))
+    version = content.get("version")
     if type(version) is int and version > VERSION:
         raise DamagedError(
             f"{path} has version {version}, and this narrowgauge reads up to {VERSION}; use a newer one"
@@ -102,7 +99,7 @@ def read_manifest(directory: Path) -> Manifest:
     return manifest
 
 
-def _from_json(content: Any) -> Manifest:
+def _from_json(content: Mapping[str, Any]) -> Manifest:
     """The manifest in parsed JSON; AttributeError, KeyError, TypeError or ValueError if it is malformed."""
     files = {}
     for name, entry in content["files"].items():
@@ -221,3 +218,14 @@ def read_bounded(path: Path, limit: int) -> bytes:
     if len(data) > limit:
         raise DamagedError(f"{path} is larger than {limit} bytes")
     return data
+
+
+def json_object(data: bytes, fault: Callable[[str], UserError]) -> dict[str, Any]:
+    """The JSON object that a file holds; `fault` makes the error for a file that "is not" one."""
+    try:
+        content = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise fault(f"is not JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise fault("is not one JSON object")
+    return content

@@ -6,7 +6,6 @@ bytes, and verifies the files that it reads. Nothing is changed before every ran
 """
 
 import hashlib
-import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -38,6 +37,7 @@ from narrowgauge.trainer.checkpoint.store.index import (
 from narrowgauge.trainer.checkpoint.store.manifest import (
     DamagedError,
     Manifest,
+    json_object,
     read_bounded,
     verify_files,
     verify_listing,
@@ -150,13 +150,7 @@ def _read_json(path: Path, manifest: Manifest) -> dict[str, Any]:
     data = read_bounded(path, _LARGEST_JSON)
     if hashlib.sha256(data).hexdigest() != manifest.files[path.name].sha256:  # of the bytes that are parsed
         raise DamagedError(f"{path} was changed: its sha256 is not the one in its manifest")
-    try:
-        content = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise DamagedError(f"{path} is not JSON ({error})") from error
-    if not isinstance(content, dict):
-        raise DamagedError(f"{path} is not a JSON object")
-    return content
+    return json_object(data, lambda reason: DamagedError(f"{path} {reason}"))
 
 
 def _match(opened: _Opened, local_tensors: LocalTensors) -> list[tuple[Entry, LocalTensor]]:

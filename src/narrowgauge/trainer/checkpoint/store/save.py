@@ -42,6 +42,7 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -309,7 +310,7 @@ def plan_for_rank(
 NICE = 10  # lower priority of the thread, so that training steps get the cores first
 
 
-class AsyncSaver:
+class AsyncSaver(AbstractContextManager["AsyncSaver"]):
     """Saves of one run in the background; a context manager that waits for the last one.
 
     All ranks construct it together, after torch.distributed is initialised if there are several.
@@ -324,9 +325,6 @@ class AsyncSaver:
         self._thread = ThreadPoolExecutor(1, "checkpoint", initializer=_lower_priority)
         self._pending: Future[Path] | None = None
         self._buffers: dict[tuple[str, str], torch.Tensor] = {}
-
-    def __enter__(self) -> "AsyncSaver":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

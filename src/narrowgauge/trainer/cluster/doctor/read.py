@@ -327,8 +327,7 @@ def _given(facts: Facts, what: str, name: str | None) -> Given | None:
 def _data(name: str) -> str:
     """The kinds of the sources; nothing is prepared."""
     from narrowgauge.trainer.data import is_corpus, open_corpus, split_sources
-    from narrowgauge.trainer.data.sources import open_source
-    from narrowgauge.trainer.data.sources.readers import HUB
+    from narrowgauge.trainer.data.sources.readers import HUB, open_source
     from narrowgauge.trainer.data.token_files.source import token_files
 
     def kind(source: str) -> str:

@@ -150,8 +150,8 @@ def _batch(
 class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
     """An iterator over training batches, prefetched in the background; use it as a context manager.
 
-    Batches depend only on the seed and the sample numbers, never on `workers` or `prefetch`: a run that
-    resumes at a sample gets the same batches, and a checkpoint stores no loader state.
+    Batches depend only on the seed and the sample numbers, never on `prefetch`: a run that resumes at a
+    sample gets the same batches, and a checkpoint stores no loader state.
 
     Args:
         tokens: The training tokens.
@@ -162,7 +162,6 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
         separate_documents: As for `training_batch`.
         pin: Whether to put batches into pinned memory, for a GPU.
         prefetch: Number of batches made in advance.
-        workers: Number of threads that make them.
     """
 
     def __init__(
@@ -175,7 +174,6 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
         separate_documents: bool = False,
         pin: bool = False,
         prefetch: int = 8,
-        workers: int = 1,
     ) -> None:
         assert prefetch >= 1
 
@@ -188,7 +186,7 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
                 error.add_note(f"in the loader's thread {name}, making the batch of sample {first}")
                 raise
 
-        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="narrowgauge-loader")
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="narrowgauge-loader")
         self._submitted = (self._pool.submit(make, first) for first in firsts)
         self._pending = deque(islice(self._submitted, prefetch))
 

@@ -38,8 +38,7 @@ from narrowgauge.system.files import cache_entry, sha256_of, user_path, write_ca
 from narrowgauge.trainer.data.corpus import Corpus, is_corpus, read_manifest
 from narrowgauge.trainer.data.loading.sample_order import shares_of
 from narrowgauge.trainer.data.preparation.prepare import Progress, no_progress, prepare
-from narrowgauge.trainer.data.sources import open_source
-from narrowgauge.trainer.data.sources.readers import HUB
+from narrowgauge.trainer.data.sources.readers import HUB, open_source
 from narrowgauge.trainer.data.token_files.source import Files, token_files
 from narrowgauge.trainer.data.token_files.tokens import (
     Dataset,
@@ -116,12 +115,8 @@ def vocabulary_before_reading(source: str, tokenizer: str, weights: Sequence[flo
         return read_manifest(user_path(first)).vocab_size
     if not (files := token_files(first)):
         return None
-    file = files[0][0]
-    if tokenizer_files(file.path.parent):
-        return load_tokenizer(file.path.parent).vocab_size
-    if file.tokenizer is not None:
-        return _checked_tokenizer(file, None).vocab_size
-    return file.vocabulary[0] if file.vocabulary else None
+    stated = _stated_tokenizer(files[0][0], None)
+    return None if stated is None else stated.vocab_size
 
 
 def why_absent(source: str, weights: Sequence[float] = ()) -> str:
@@ -213,20 +208,14 @@ def _tokenizer(
     source: str, file: OpenFile, name: str | None, largest: int
 ) -> tuple[Tokenizer, tuple[int, ...]]:
     """The tokenizer, and the ids between documents."""
-    tokenizer, stated = None, file.vocabulary
-    if name is not None:
-        if name.startswith("bpe-"):
-            raise UserError(
-                f"data source {source!r} holds tokens, but tokenizer {name!r} would be trained on text; "
-                "name the tokenizer that they were made with, or leave data.tokenizer out"
-            )
-        tokenizer = make_tokenizer(name, [])
-    elif tokenizer_files(file.path.parent):
-        tokenizer = load_tokenizer(file.path.parent)
-    elif stated or (largest == _GPT2_SIZE - 1 and file.tokenizer is None):
-        tokenizer = ids_tokenizer(*(stated or (_GPT2_SIZE, largest)))
-    if file.tokenizer is not None and not (name or "").startswith("ids-"):
-        tokenizer = _checked_tokenizer(file, tokenizer)
+    if name is not None and name.startswith("bpe-"):
+        raise UserError(
+            f"data source {source!r} holds tokens, but tokenizer {name!r} would be trained on text; "
+            "name the tokenizer that they were made with, or leave data.tokenizer out"
+        )
+    tokenizer, stated = _stated_tokenizer(file, name), file.vocabulary
+    if tokenizer is None and largest == _GPT2_SIZE - 1:
+        tokenizer = ids_tokenizer(_GPT2_SIZE, largest)
     if tokenizer is None:
         raise UserError(
             f"{file.path} ({file.layout}) does not state which tokenizer made it, and its largest id is "
@@ -236,6 +225,19 @@ def _tokenizer(
     # Llama 3 ends a document with one id, and llm.c separates documents with another.
     of_layout = {stated[1]} if stated and stated[0] == tokenizer.vocab_size else set()
     return tokenizer, tuple(sorted({tokenizer.end_of_document} | of_layout))
+
+
+def _stated_tokenizer(file: OpenFile, name: str | None) -> Tokenizer | None:
+    """The tokenizer that is named, lies beside a file, or is stated by it or its layout; None without one."""
+    if name is not None:
+        tokenizer: Tokenizer | None = make_tokenizer(name, [])
+    elif tokenizer_files(file.path.parent):
+        tokenizer = load_tokenizer(file.path.parent)
+    else:
+        tokenizer = ids_tokenizer(*file.vocabulary) if file.vocabulary else None
+    if file.tokenizer is None or (name or "").startswith("ids-"):
+        return tokenizer
+    return _checked_tokenizer(file, tokenizer)
 
 
 def _checked_tokenizer(opened: OpenFile, chosen: Tokenizer | None) -> Tokenizer:

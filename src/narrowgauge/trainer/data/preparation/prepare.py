@@ -57,8 +57,7 @@ from narrowgauge.trainer.data.preparation.workers import (
     read_chunk,
     usable_cores,
 )
-from narrowgauge.trainer.data.sources import no_text, open_source
-from narrowgauge.trainer.data.sources.readers import PIECE_ENOUGH
+from narrowgauge.trainer.data.sources.readers import PIECE_ENOUGH, no_text, open_source
 from narrowgauge.trainer.data.sources.records import Chunk, Input, Rejected, unreadable
 from narrowgauge.trainer.data.token_files.tokens import TokenFile, TokenWriter, shard_paths, token_dtype
 from narrowgauge.trainer.data.tokenization.formats import TOKENIZER_FILE

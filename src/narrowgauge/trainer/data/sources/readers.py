@@ -27,13 +27,17 @@ import codecs
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import chain, groupby
+from operator import attrgetter
+from pathlib import Path
 from typing import Any
 from urllib.request import getproxies
 from xml.etree import ElementTree
 
 from narrowgauge.system.errors import UserError, unknown
+from narrowgauge.trainer.data.sources import paths
 from narrowgauge.trainer.data.sources.records import (
     CHUNK_BYTES,
     NAME_KEY,
@@ -72,7 +76,41 @@ _NAMESPACE = re.compile(r'<namespace key="(?:-2|6|14)"[^>]*>([^<]+)</namespace>'
 _REDIRECT = re.compile(r"\s*#\s*\w+\s*:?\s*\[\[")
 
 
-def text_files(files: Iterable[Input]) -> Iterator[Chunk]:
+def open_source(name: str, text_key: str = "text") -> Source:
+    """Open a source of the table in `sources`; the text of a row or line is found under `text_key`."""
+    if name.startswith(HUB):
+        return _open_hub(name, text_key)
+    try:
+        files = paths.find_files(name, text_key) if name != paths.STDLIB else paths.standard_library()
+    except OSError as error:
+        raise UserError(
+            f"cannot look into {str(error.filename or name)!r}: {error.strerror}; give a source that can be "
+            "read"
+        ) from None
+    return Source(name, files, partial(_chunks, text_key))
+
+
+def _chunks(key: str, files: Sequence[Input]) -> Iterator[Chunk]:
+    """The chunks of files in order; a text alone is cut into pieces, and consecutive ones share chunks."""
+    readers: dict[str, Callable[[Input], Iterator[Chunk]]] = {
+        paths.LINES: partial(_line_chunks, key=key),
+        paths.TABLE: partial(_parquet_chunks, key=key),
+        paths.EXTRACT: _extract_chunks,
+        paths.DUMP: _dump_chunks,
+    }
+    for type_, group in groupby(files, attrgetter("type")):
+        if type_ in readers:
+            yield from chain.from_iterable(map(readers[type_], group))
+        else:
+            yield from _text_pieces(files[0]) if len(files) == 1 else _text_files(group)
+
+
+def no_text(source: str) -> UserError:
+    """The error for a source without a document."""
+    return UserError(f"data source {source!r} holds only white space; give one with text in it")
+
+
+def _text_files(files: Iterable[Input]) -> Iterator[Chunk]:
     """Chunks of several files, each file a document; files too long for that are cut into pieces."""
     inputs, size = list[Input](), 0
     for file in files:
@@ -85,7 +123,7 @@ def text_files(files: Iterable[Input]) -> Iterator[Chunk]:
             yield Chunk(size, partial(_uncut, inputs))
             inputs, size = [], 0
         if is_long:
-            yield from text_pieces(file)
+            yield from _text_pieces(file)
     if inputs:
         yield Chunk(size, partial(_uncut, inputs))
 
@@ -105,7 +143,7 @@ def _uncut(files: Sequence[Input]) -> Records:
             yield from document(f"{where}:{before.count(chr(10)) + 1}" if nul else where, file.name, text)
 
 
-def text_pieces(file: Input) -> Iterator[Chunk]:
+def _text_pieces(file: Input) -> Iterator[Chunk]:
     """A file, read in blocks and cut between paragraphs if possible, otherwise between lines.
 
     A byte that is not UTF-8 rejects its piece, but not the pieces after it.
@@ -171,24 +209,21 @@ def _text_lines(blocks: Iterable[str]) -> Iterator[str]:
     yield rest
 
 
-def line_chunks(file: Input, key: str) -> Iterator[Chunk]:
+def _line_chunks(file: Input, key: str) -> Iterator[Chunk]:
     """JSON lines, compressed or not, in portions of complete lines; C4, the Pile and most crawls use them."""
     if not file.path.stat().st_size:
         yield refusal(str(file.path), "is empty", "download it again, or leave it out")
         return
-    yield from chunks_of(ByteStream(file.path), b"\n", "is a line", partial(_lines, str(file.path), key))
+    yield from chunks_of(ByteStream(file.path), b"\n", "is a line", partial(_line, key))
 
 
-def _lines(path: str, key: str, first_line: int, data: bytes) -> Records:
-    """A document for each line; lines of white space are skipped."""
-    for number, line in enumerate(data.split(b"\n"), first_line):
-        if number == 1:
-            line = line.removeprefix(b"\xef\xbb\xbf")
-        if line and not line.isspace():
-            yield from _line(f"{path}:{number}", line, key)
-
-
-def _line(where: str, line: bytes, key: str) -> Records:
+def _line(key: str, path: Path, number: int, line: bytes, _: bool) -> Records:
+    """The document of a line; none if it is white space."""
+    where = f"{path}:{number}"
+    if number == 1:
+        line = line.removeprefix(codecs.BOM_UTF8)
+    if not line or line.isspace():
+        return
     if (nul := line.find(b"\x00")) >= 0:
         yield Rejected(where, f"holds a NUL byte (byte {nul} of the line)")
         return
@@ -210,7 +245,7 @@ def _line(where: str, line: bytes, key: str) -> Records:
             yield from document(where, "", value[key])
 
 
-def parquet_chunks(file: Input, key: str) -> Iterator[Chunk]:
+def _parquet_chunks(file: Input, key: str) -> Iterator[Chunk]:
     """The rows of the column `key`, a few hundred at a time."""
     arrow, parquet = (package(name, "a .parquet file") for name in ("pyarrow", "pyarrow.parquet"))
     row, size = 0, file.path.stat().st_size
@@ -246,7 +281,7 @@ def _require_column(where: str, key: str, columns: Sequence[str]) -> None:
         raise UserError(f"{where}: {unknown('column', key, columns)}; {NAME_KEY}")
 
 
-def open_hub(source: str, key: str) -> Source:
+def _open_hub(source: str, key: str) -> Source:
     """The data set that `source` names, its text in the column `key`; a `UserError` if it names none."""
     name, _, rest = source.removeprefix(HUB).partition(":")
     config, _, split = rest.partition(":")
@@ -290,29 +325,26 @@ def _without_password(address: str) -> str:
     return scheme + mark + rest.rpartition("@")[2]  # a password may contain any character but the last @
 
 
-def extract_chunks(file: Input) -> Iterator[Chunk]:
+def _extract_chunks(file: Input) -> Iterator[Chunk]:
     """A file of WikiExtractor's in portions of complete documents."""
-    return chunks_of(ByteStream(file.path), _DOC_END, "begins a document", partial(_docs, str(file.path)))
+    return chunks_of(ByteStream(file.path), _DOC_END, "begins a document", _doc)
 
 
-def _docs(path: str, line: int, data: bytes) -> Records:
-    """A document for each `<doc>`, named by its title; the first begins at or after the line `line`."""
-    *parts, rest = data.split(_DOC_END)
-    for part in parts:
-        where, begin = f"{path}:{line}", _DOC.match(part)
-        line += part.count(b"\n")
-        if begin is None:
-            yield Rejected(where, "is not followed by <doc ... title=...>")
-            continue
+def _doc(path: Path, line: int, doc: bytes, ends: bool) -> Records:
+    """The document of a `<doc>`, named by its title."""
+    where, begin = f"{path}:{line}", _DOC.match(doc)
+    if not ends:
+        yield from [Rejected(where, "begins a document without </doc>")] if doc.strip() else []
+    elif begin is None:
+        yield Rejected(where, "is not followed by <doc ... title=...>")
+    else:
         try:
-            yield from document(where, begin[1].decode("utf-8"), part[begin.end() :].decode("utf-8"))
+            yield from document(where, begin[1].decode("utf-8"), doc[begin.end() :].decode("utf-8"))
         except UnicodeDecodeError as error:
             yield Rejected(where, f"begins a document that is not UTF-8 ({error.reason})")
-    if rest.strip():
-        yield Rejected(f"{path}:{line}", "begins a document without </doc>")
 
 
-def dump_chunks(file: Input) -> Iterator[Chunk]:
+def _dump_chunks(file: Input) -> Iterator[Chunk]:
     """The dump in portions of complete pages."""
     stream = ByteStream(file.path)
     head, blocks = stream.head(_WIKI_HEAD), iter(stream)
@@ -321,27 +353,22 @@ def dump_chunks(file: Input) -> Iterator[Chunk]:
         encoding = "utf-16"
         blocks = (text.encode("utf-8") for text in codecs.iterdecode(stream, encoding))
     names = _NAMESPACE.findall(head.decode(encoding, "replace"))
-    parse = partial(_pages, str(file.path), DROPPED_NAMESPACES | {name.casefold() for name in names})
+    parse = partial(_page, DROPPED_NAMESPACES | {name.casefold() for name in names})
     return chunks_of(stream, _END, "begins a page", parse, _whole(blocks))
 
 
-def _pages(path: str, dropped: frozenset[str], line: int, data: bytes) -> Records:
-    """A document for each article; other pages are skipped. The first begins at or after the line `line`."""
-    for page in data.split(_END)[:-1]:
-        begin = _PAGE.search(page)
-        before = begin.start() if begin else 0
-        line += page.count(b"\n", 0, before)
-        where = f"{path}:{line}"
-        if begin is None:
-            yield Rejected(where, "is not the beginning of a page")
-        else:
-            yield from _article(where, page[before:] + _END, dropped)
-        line += page.count(b"\n", before)
-
-
-def _article(where: str, page: bytes, dropped: frozenset[str]) -> Records:
+def _page(dropped: frozenset[str], path: Path, line: int, page: bytes, ends: bool) -> Records:
+    """The document of an article; other pages, and what follows the last one, are skipped."""
+    if not ends:
+        return
+    begin = _PAGE.search(page)
+    if begin is None:
+        yield Rejected(f"{path}:{line}", "is not the beginning of a page")
+        return
+    line += page.count(b"\n", 0, begin.start())
+    where = f"{path}:{line}"
     try:
-        tree = ElementTree.fromstring(page)
+        tree = ElementTree.fromstring(page[begin.start() :] + _END)
     except ElementTree.ParseError as error:
         yield Rejected(where, f"begins a page that is not XML: {error}")
         return

@@ -59,6 +59,8 @@ class Rejected:
 
 
 Records = Iterator[Document | Rejected]
+#: The documents of a record, from its file, its first line, its bytes, and whether a mark ends it.
+Parse = Callable[[Path, int, bytes, bool], Records]
 
 
 @dataclass(frozen=True)
@@ -202,11 +204,19 @@ def _zstd(file: BinaryIO) -> Iterator[bytes]:
         raise EOFError
 
 
+def _parse_each(path: Path, mark: bytes, parse: Parse, line: int, data: bytes) -> Records:
+    """The documents of complete records, the first of which begins on a line."""
+    records = data.split(mark)
+    for number, record in enumerate(records, 1):
+        yield from parse(path, line, record, number < len(records))
+        line += record.count(b"\n") + mark.count(b"\n")
+
+
 def chunks_of(
     stream: ByteStream,
     mark: bytes,
     unit: str,
-    parse: Callable[[int, bytes], Records],
+    parse: Parse,
     blocks: Iterable[bytes] | None = None,
 ) -> Iterator[Chunk]:
     """Cut a stream into chunks of complete records, which end after a mark; the last may lack it.
@@ -217,7 +227,7 @@ def chunks_of(
         stream: The stream.
         mark: The bytes at the end of a record.
         unit: Begins the sentence about a record that is too long.
-        parse: The documents of the records that begin at a line; can be pickled.
+        parse: The documents of a record; can be pickled.
         blocks: What the bytes of the stream were converted to; None: these bytes.
     """
     buffer, line, enough, in_long, damage = bytearray(), 1, CHUNK_BYTES, False, ""
@@ -229,6 +239,9 @@ def chunks_of(
         line += data.count(b"\n")
         return data
 
+    def chunk(size: int) -> Chunk:
+        return Chunk(stream.advance(), partial(_parse_each, stream.path, mark, parse, line, take(size)))
+
     try:
         for block in stream if blocks is None else blocks:
             buffer += block
@@ -239,7 +252,7 @@ def chunks_of(
                 in_long = end < 0
                 take(max(len(buffer) - len(mark) + 1, 0) if in_long else end + len(mark))
             if complete := len(buffer) - len(buffer.rpartition(mark)[2]):
-                yield Chunk(stream.advance(), partial(parse, line, take(complete)))
+                yield chunk(complete)
             elif len(buffer) > MOST_BYTES:
                 in_long = True
                 reason = f"{unit} of more than {MOST_BYTES >> 20} MiB, the limit for one document"
@@ -250,6 +263,6 @@ def chunks_of(
     if in_long:
         take(buffer.index(mark) + len(mark) if mark in buffer else len(buffer))
     if complete := len(buffer) - len(buffer.rpartition(mark)[2]) if damage else len(buffer):
-        yield Chunk(stream.advance(), partial(parse, line, take(complete)))
+        yield chunk(complete)
     if damage:
         yield refusal(f"{stream.path}:{line}", damage)

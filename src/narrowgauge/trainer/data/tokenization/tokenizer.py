@@ -378,9 +378,7 @@ def _unknown_id(model: dict[str, Any]) -> int | None:
     return vocabulary.get(model.get("unk_token") or "")
 
 
-def batch_encoder(
-    tokenizer: Tokenizer, dtype: np.dtype[Any]
-) -> Callable[[list[str]], Iterable[Sequence[int] | Ids]]:
+def batch_encoder(tokenizer: Tokenizer, dtype: np.dtype[Any]) -> EncodeAll:
     """The fastest function that gives the tokenizer's ids for each text, which `dtype` can hold."""
     if tokenizer.is_bytes:
         return lambda texts: (np.frombuffer(text.encode("utf-8"), np.uint8) for text in texts)
