@@ -19,8 +19,8 @@ from torch.distributed.run import get_args_parser
 from narrowgauge.system.errors import UserError
 from narrowgauge.trainer.cli.line import config_values, read_line
 from narrowgauge.trainer.cli.main import run_verb
-from narrowgauge.trainer.cli.verbs.launch import read_plan
 from narrowgauge.trainer.cluster.scaling.scaling import _plans, read_sizes
+from narrowgauge.trainer.laboratory.compare import experiment_of
 from narrowgauge.trainer.runs import default_out, lay_out
 from narrowgauge.trainer.training import make_config
 from support.markdown import blocks, shell_lines, titled
@@ -79,7 +79,8 @@ def check(words: list[str], processes: int = 1) -> list[Path]:
         options.config.touch()  # a reader's own, and the page does not show it
     if verb == "compare":
         vars(options).pop("model.weights", "")  # of a run that is not here
-        runs = read_plan(options).runs
+        o, values = options, config_values(options)
+        runs = experiment_of(values, o.recipes, o.variants, o.seeds, o.arms, o.rungs, o.jobs).runs
         for run in runs:
             lay_out(run.config, processes)
         out = options.out or Path("runs") / f"compare-{runs[0].config.model.name}"

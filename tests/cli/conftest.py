@@ -51,11 +51,23 @@ def refused(tmp_path):
 
 
 @pytest.fixture(scope="session")
-def finished(line, tmp_path_factory):
+def printed():
+    """What a line prints that succeeds without a warning."""
+
+    def run(*words):
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            assert main(list(map(str, words))) == 0
+        compute_by({})
+        assert err.getvalue() == ""
+        return out.getvalue()
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def finished(line, printed, tmp_path_factory):
     """The directory of a finished run, to be read only."""
-    out, said = tmp_path_factory.mktemp("finished") / "run", io.StringIO()
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said):
-        assert main([*line(), "--out", str(out)]) == 0
-    compute_by({})
-    assert said.getvalue() == ""
+    out = tmp_path_factory.mktemp("finished") / "run"
+    printed(*line(), "--out", out)
     return out

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from narrowgauge.system.errors import UserError
-from narrowgauge.trainer.cli.line import GROUPS, VERBS, config_values, function_of, read_line
-from narrowgauge.trainer.cli.signature import examples_of
+from narrowgauge.trainer.cli.line import GROUPS, VERBS, config_values, examples_of, function_of, read_line
 from narrowgauge.trainer.runs import default_out
 from narrowgauge.trainer.training import config_keys, make_config, to_toml
 from narrowgauge.trainer.training.config.synonyms import other_names

@@ -13,8 +13,8 @@ from narrowgauge.system.errors import UserError
 from narrowgauge.trainer.cli.line import config_values, read_line
 from narrowgauge.trainer.cli.main import main
 from narrowgauge.trainer.cluster.plan.cluster_spec import load_cluster
-from narrowgauge.trainer.laboratory.advise.result import Advice
-from narrowgauge.trainer.laboratory.advise.search import RECIPES, Space, unfit
+from narrowgauge.trainer.laboratory.advise.advise import Advice
+from narrowgauge.trainer.laboratory.advise.search import RECIPES, fastest, unfit
 from narrowgauge.trainer.training import make_config
 
 CARD = """
@@ -40,28 +40,28 @@ def card(folder, memory="24GB"):
     return str(path)
 
 
-def space(cluster, name="bf16", dims=None, batch=2):
+def fastest_on(cluster, name="bf16", dims=None, batch=2):
     values = {
         "model": {"name": "debug"},
         "data": {"sequence_length": 256},
         "training": {"batch_size": batch, "device": "cpu"},
         "recipe": {"name": name},
     }
-    return Space(values, dims or ParallelDims(), load_cluster(cluster))
+    return fastest(values, dims or ParallelDims(), load_cluster(cluster), {})
 
 
 @pytest.mark.tier("thorough")
 def test_a_pipeline_takes_the_micro_batches_that_wait_least(tmp_path):
     """Smaller micro-batches are more of them, so a pipeline may be faster with less memory."""
-    best = space(card(tmp_path), dims=ParallelDims(pipeline=2, shard=2), batch=64).best()
-    assert best is not None
+    best = fastest_on(card(tmp_path), dims=ParallelDims(pipeline=2, shard=2), batch=64)
+    assert best.fits
     assert best.setting.micro_batch_size < 16, "two micro-batches wait for a third of the time"
 
 
 @pytest.mark.tier("nightly")
 def test_a_no_follows_from_all_recipes_of_narrower_state_and_names_what_fits(tmp_path):
     """msamp-o3 takes the least of all that ship; it is not among those that are compared where all fit."""
-    need = space(card(tmp_path), "msamp-o3").least().needed
+    need = fastest_on(card(tmp_path, "1MB"), "msamp-o3").needed
     given = {"model": "debug", "tokens": 10**6, "batch_size": 2, "sequence_length": 256}
     found = advised(cluster=card(tmp_path, f"{need}B"), **given)
     assert [answer.recipe for answer in found.answers] == ["msamp-o3"]

@@ -1,9 +1,14 @@
 """The verbs of the command, where the function of each is and what it needs; and the parser of their lines.
 
-A function's signature gives the options of its verb, and its docstring the help (`cli.signature`). Its module
-imports nothing heavy, so that help and usage errors appear at once. The parser finds options by their other
-names, and its errors are one sentence. The help of a verb fits on one screen; `--help all` and `--help
-SECTION` list the keys of the configuration.
+A function's docstring is the help of its verb, and each parameter is an option: it is declared once. Its type
+gives the form of its value (`laboratory.arguments`), its default is that of the option, and its help is the
+text beside the type, or the docstring's under `Args:`. A `bool` is a switch. What has another type (a
+console, a function) is not for the command line. A function with a `line` takes keys of the configuration: of
+its parameters only annotated ones are options, because the others are keys as well.
+
+The modules of verbs import nothing heavy, so that help and usage errors appear at once. The parser finds
+options by their other names, and its errors are one sentence. The help of a verb fits on one screen; `--help
+all` and `--help SECTION` list the keys of the configuration.
 """
 
 import argparse
@@ -12,21 +17,22 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from importlib import import_module
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, NoReturn
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, NoReturn, Union, Unpack, get_args, get_origin, get_type_hints
 
 from narrowgauge.system.errors import UserError, nearest, unknown
+from narrowgauge.system.result import Result
 from narrowgauge.trainer import data, training  # each name is imported on first use
-from narrowgauge.trainer.cli import signature
-from narrowgauge.trainer.cli.signature import Function, Join, reader
-from narrowgauge.trainer.laboratory.arguments import config_values
+from narrowgauge.trainer.laboratory.arguments import Form, Line, config_values
 from narrowgauge.trainer.training.config.synonyms import SHORT, key_of, other_names, plain, unknown_key
 
+Function = Callable[..., Any]
 #: The module of each verb's function, in the groups and the order of the help.
 GROUPS: Mapping[str, Mapping[str, str]] = {
     "plan": {
@@ -69,6 +75,128 @@ def function_of(verb: str) -> Function:
 def title_of(verb: str) -> str:
     """What a verb does, in a sentence: the first line of its function's docstring."""
     return (inspect.getdoc(function_of(verb)) or "").partition("\n")[0]
+
+
+def examples_of(function: Function) -> list[str]:
+    """The command lines in its docstring; a test parses each of them as the command does."""
+    return re.findall(r"^ *((?:torchrun .*|)narrowgauge .*)", inspect.getdoc(function) or "", re.MULTILINE)
+
+
+def takes_keys(function: Function) -> bool:
+    """Whether the verb takes keys of the configuration: its function has a parameter `line`."""
+    return "line" in inspect.signature(function).parameters
+
+
+def parameters_of(function: Function) -> dict[str, tuple[Any, Any]]:
+    """The type and default of each parameter; of keywords that functions share as a TypedDict, of each."""
+    found: dict[str, tuple[Any, Any]] = {}
+    hints = get_type_hints(function, include_extras=True)
+    for name, parameter in inspect.signature(function).parameters.items():
+        if get_origin(hint := hints[name]) is Unpack:
+            shared = get_type_hints(get_args(hint)[0], include_extras=True)
+            found |= {keyword: (one, None) for keyword, one in shared.items()}
+        else:
+            found[name] = hint, parameter.default
+    return found
+
+
+def call(function: Function, options: Line, **more: Any) -> Any:
+    """Call a verb's function with the values of its options, and with what it takes of `more`.
+
+    A shared keyword that is not on the line is left out, because its default is that of the function.
+    """
+    values, own = vars(options) | more, inspect.signature(function).parameters
+    given = [name for name in parameters_of(function) if name in own or values.get(name) is not None]
+    return function(**{name: values[name] for name in given if name in values})
+
+
+_PLAIN = (str, int, float, bool, Path)
+
+
+class Join(argparse.Action):
+    """Stores a list, parsed or as text; a second one continues it."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        """Store a value."""
+        before = getattr(namespace, self.dest, self.default)
+        joined = f"{before},{values}" if isinstance(values, str) else (*(before or ()), *values)
+        setattr(namespace, self.dest, values if before is self.default else joined)
+
+
+def reader(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """A type, or a function of an option's text, whose errors are sentences about that option."""
+
+    def value_of(text: str) -> Any:
+        if read is Path and not text:  # it would be the current directory, and is usually an unset variable
+            raise argparse.ArgumentTypeError("the name is empty; name a file or directory")
+        try:
+            return read(text)
+        except UserError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+        except ValueError:
+            kind = "a whole number" if read is int else "a number"
+            raise argparse.ArgumentTypeError(f"{text!r} is not {kind}") from None
+
+    return value_of
+
+
+def add_options(p: argparse.ArgumentParser, function: Function) -> None:
+    """Add the options of a verb to its parser, in the order of its function's parameters."""
+    _, _, text = (inspect.getdoc(function) or "").partition("\nArgs:\n")
+    texts = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", text.partition("\n\n")[0], re.MULTILINE)
+    described = {name: " ".join(words.split()).rstrip(".") for name, words in texts}
+    keys, hints = takes_keys(function), parameters_of(function)
+    for name, (hint, default) in hints.items():
+        if not keys or get_origin(hint) is Annotated:  # of which some are parameters of Python as well
+            words = described.get(name, "")
+            _add(p, name, hint, default, words[:1].lower() + words[1:])
+    answer = get_type_hints(function).get("return")
+    if isinstance(answer, type) and issubclass(answer, Result) and "console" not in hints:
+        p.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _add(p: argparse.ArgumentParser, name: str, hint: Any, default: Any, text: str) -> None:
+    """Add the option of a parameter, unless its type is not for the command line."""
+    kind, notes = _taken_apart(hint)
+    forms = [vars(note) for note in notes if isinstance(note, Form)]
+    if not (forms or kind in _PLAIN or get_origin(kind) is Literal):
+        return
+    form = Form(**{key: value for one in forms for key, value in one.items() if value})
+    flag = form.flag or f"--{name.strip('_').replace('_', '-')}"
+    text = [text, *(note for note in notes if isinstance(note, str))][-1]
+    if is_required := default is inspect.Parameter.empty:
+        text, default = text if form.is_positional else f"required: {text}", None
+    elif default not in (None, False, "", (), 0):
+        text += f" ({','.join(default) if isinstance(default, tuple) else default})"
+    how: dict[str, Any] = {"help": text.replace("%", "%%"), "dest": name}
+    if kind is bool:
+        p.add_argument(flag, action="store_true", **how)
+        return
+    is_many = get_origin(kind) is tuple and not form.is_list
+    how |= {"default": default} | ({"metavar": form.metavar} if form.metavar else {})
+    if get_origin(kind) is Literal:
+        how["choices"] = get_args(kind)
+    else:
+        how["type"] = reader(form.read or (get_args(kind)[0] if is_many else kind))
+    how |= {"action": Join} if form.is_list else {}
+    if form.is_positional:
+        how["nargs"] = form.nargs or ("+" if is_many else None if is_required else "?")
+        p.add_argument(how.pop("dest"), **how)
+        return
+    how |= {"nargs": "+", "action": "extend"} if is_many else {}
+    how |= {"nargs": "?", "const": form.alone} if form.alone is not None else {}
+    p.add_argument(flag, required=is_required, **how)
+
+
+def _taken_apart(hint: Any) -> tuple[Any, list[Any]]:
+    """A type without None, and what is noted beside it and beside its parts."""
+    if get_origin(hint) is Annotated:
+        kind, notes = _taken_apart(hint.__origin__)
+        return kind, [*notes, *hint.__metadata__]
+    if get_origin(hint) in (Union, UnionType):
+        parts = [_taken_apart(part) for part in get_args(hint) if part is not NoneType]
+        return parts[0][0], [note for _, notes in parts for note in notes]
+    return hint, []
 
 
 COLUMN = 34  # where the second column begins
@@ -156,13 +284,13 @@ class Parser(argparse.ArgumentParser):
             f"narrowgauge {verb}", description=title_of(verb), allow_abbrev=False, add_help=False
         )
         self.verb, function = verb, function_of(verb)
-        self.examples = signature.examples_of(function)
+        self.examples = examples_of(function)
         self.names: Mapping[str, training.Key] = {}
         self._negative_number_matcher = _NEGATIVE
         self.help_option = self.add_argument("-h", "--help", action="store_true", help="show this and exit")
         self.set_defaults(verb=verb)
-        signature.add_options(self, function)
-        if signature.takes_keys(function):
+        add_options(self, function)
+        if takes_keys(function):
             self._take_keys()
 
     def _take_keys(self) -> None:

@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 import narrowgauge
@@ -23,12 +24,11 @@ from narrowgauge.system.errors import EXIT_FAILED, EXIT_PREEMPTED, Failed, Proce
 from narrowgauge.system.operating_system import require_posix
 from narrowgauge.system.result import Result
 from narrowgauge.system.signals import Preempted, StoppedEarly
-from narrowgauge.trainer.cli import signature
-from narrowgauge.trainer.cli.installed import NotInstalled, missing, require_torch, too_old
 from narrowgauge.trainer.cli.line import (
     ANYWHERE,
     VERBS,
     WITHOUT_TORCH,
+    call,
     check_verb,
     command_text,
     function_of,
@@ -36,12 +36,21 @@ from narrowgauge.trainer.cli.line import (
     require_sources,
     title_of,
 )
-from narrowgauge.trainer.cluster.doctor.facts import LIMITS, folder_of
+from narrowgauge.trainer.cluster.doctor.facts import LIMITS, dotted, folder_of, release
+from narrowgauge.trainer.cluster.doctor.torch_setup import fix_of, is_absent, words_of_import
 from narrowgauge.trainer.distributed import reports_for_all
 from narrowgauge.trainer.laboratory.arguments import Line, Progress
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+_MORE = "'narrowgauge doctor' looks at the whole machine"
+
+
+class NotInstalled(UserError):
+    """A package that the verb needs cannot be imported: exit code 1."""
+
+    exit_code = 1
 
 
 def to_the_end(action: Callable[[], int | None]) -> int:
@@ -113,7 +122,8 @@ def _run(words: list[str]) -> int | None:
     if absent := [name for name in needed if folder_of(name) is None]:
         if {"-h", "--help"} & set(words):
             print(f"usage: narrowgauge {verb} ...\n\n{title_of(verb)}")
-        raise missing(absent)
+        packages = f"the packages {', '.join(absent)} are" if absent[1:] else f"the package {absent[0]} is"
+        raise NotInstalled(f"{packages} missing; python -m pip install {' '.join(absent)}; {_MORE}")
     options = read_line(words)
     require_sources(options)
     return run_verb(options)
@@ -133,8 +143,7 @@ def run_verb(options: Line) -> int | None:
         with bars if "show" in takes else nullcontext() as show:
             console = Console(stderr=as_json)
             say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
-            more = {"line": options, "show": show, "console": console, "say": say}
-            found = signature.call(function, options, **more)
+            found = call(function, options, line=options, show=show, console=console, say=say)
     except (ImportError, AttributeError):  # caused by a name that this torch does not have
         if sentence := too_old():
             raise NotInstalled(sentence) from None
@@ -166,3 +175,25 @@ def _progress(console: "Console", name: str) -> Iterator[Progress]:
             bars.update(tasks[recipe], completed=done)
 
         yield show
+
+
+def require_torch() -> None:
+    """Import torch, or say why it cannot be imported."""
+    try:
+        import torch  # noqa: F401  alone, so that the error is torch's
+    except Exception as error:  # anything that a broken installation raises
+        words = words_of_import(error)
+        why = "torch is not installed" if is_absent(words) else f"torch does not import: {words}"
+        raise NotInstalled(f"{why}; {fix_of(words)}; {_MORE}") from error
+
+
+def too_old() -> str:
+    """The message for a torch that lacks what this package needs; "" if it is new enough."""
+    try:
+        found = version("torch")
+    except PackageNotFoundError:
+        return ""
+    oldest = LIMITS["version"]["torch"]
+    if release(found) >= oldest:
+        return ""
+    return f"torch {found} is too old; install torch {dotted(oldest)} or later; {_MORE} and names the build"

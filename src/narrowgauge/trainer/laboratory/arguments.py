@@ -1,6 +1,6 @@
 """The arguments of verbs: what the command line shows for a value, how it reads one; configurations of them.
 
-A function of these types is at once a function of Python and a verb: `cli.signature` makes its options. This
+A function of these types is at once a function of Python and a verb: `cli.line` makes its options. This
 imports no torch, so help and usage errors appear at once.
 
 A configuration comes from a command line, or from sections as dictionaries and a recipe in any form. A recipe
@@ -28,6 +28,8 @@ Line = argparse.Namespace  # a command line with keys of the configuration
 Progress = Callable[[str, int, int], None]
 Console = Any  # of rich, where a verb prints
 Say = Callable[[str], object]  # prints a line as it is
+Section = str | int | float | Mapping[str, Any] | None
+Values = dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -49,22 +51,28 @@ def key_names() -> dict[str, str]:
     return names | {name.replace("-", "_"): key for name, key in names.items()} | SHORT
 
 
-def config_values(line: Line) -> dict[str, dict[str, Any]]:
+def config_values(line: Line) -> Values:
     """Nested values of the file of a line, overridden by its options."""
     if line.config and plain(str(line.config).partition("=")[0]) in other_names(training.config_keys()):
         raise UserError(
             f"{str(line.config)!r} is not a configuration file; options begin with --, as in --steps 100"
         )
-    values: dict[str, dict[str, Any]] = training.load_values(line.config) if line.config else {}
-    given = {key: value for key, value in vars(line).items() if "." in key and value is not None}
-    for group, places in GROUPS.items():  # a group on the command line replaces its places in the file
-        if f"recipe.{group}" in given:
-            for place in places:
-                values.get("recipe", {}).pop(place, None)
-    for key, value in given.items():
-        section, _, name = key.partition(".")
-        values.setdefault(section, {})[name] = value
-    return values
+    own: Values = {}
+    for key, value in vars(line).items():
+        section, dot, name = key.partition(".")
+        if dot and value is not None:
+            own.setdefault(section, {})[name] = value
+    return over(training.load_values(line.config), own) if line.config else own
+
+
+def over(values: Values, own: Values) -> Values:
+    """Nested values, overridden by their own; a group of places replaces all its places."""
+    dropped = {place for group in own.get("recipe", {}) for place in GROUPS.get(group, ())}
+    merged = dict(values)
+    for section, table in own.items():
+        kept = {key: value for key, value in values.get(section, {}).items() if key not in dropped}
+        merged[section] = kept | table
+    return merged
 
 
 def names(text: str) -> tuple[str, ...]:
@@ -132,12 +140,10 @@ class Text(TypedDict, total=False):
     device: Annotated[str, "auto, cpu or cuda (auto)"]
 
 
-Section = str | int | float | Mapping[str, Any] | None
-Values = dict[str, dict[str, Any]]
-
-
-def values_of(sections: Mapping[str, Section]) -> Values:
-    """Nested values from keyword arguments: `training={"steps": 6}`, or the short `steps=6` of a line."""
+def values_of(line: Line | None, sections: Mapping[str, Section]) -> Values:
+    """Nested values of a line, or of keyword arguments: `training={"steps": 6}`, or the short `steps=6`."""
+    if line is not None:
+        return config_values(line)
     values: Values = {}
     for name, given in sections.items():
         if given is None:
@@ -178,20 +184,11 @@ def recipe_name(given: RecipeLike, file: Path) -> str:
     return str(file)
 
 
-def config_of(
-    given: RecipeLike | None,
-    backend: str,
-    sections: Mapping[str, Section],
-    file: Path | None = None,
-    trunk: Path | None = None,
-) -> training.Config:
-    """The configuration of a function's arguments, over that of a run that it branches off, if there is one.
+def config_of(values: Values, given: RecipeLike | None, backend: str, file: Path | None) -> training.Config:
+    """The configuration of some values, under a recipe and a backend if they are given.
 
     A recipe without a name goes into `file`, if there is one.
     """
-    values: Values = {} if trunk is None else training.load_values(trunk / "config.toml")
-    for section, table in values_of(sections).items():
-        values[section] = values.get(section, {}) | table
     own = {} if backend == "auto" else {"backend": backend}
     if given is not None and (file is not None or isinstance(given, str | Path)):
         values["recipe"], given = own | {"name": recipe_name(given, file or Path())}, None

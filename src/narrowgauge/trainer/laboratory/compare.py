@@ -13,7 +13,7 @@ from narrowgauge.recipes import RecipeLike, recipe, recipe_list
 from narrowgauge.system.errors import UserError, checked
 from narrowgauge.system.result import Result, Row
 from narrowgauge.trainer import distributed, report  # each name is imported when it is used
-from narrowgauge.trainer.experiment.design import RECIPE, Variant, parse_variant
+from narrowgauge.trainer.experiment.design import RECIPE, Seeds, Variant, parse_variant
 from narrowgauge.trainer.laboratory import arguments as given
 from narrowgauge.trainer.laboratory.arguments import Form, Section, recipe_name, values_of
 from narrowgauge.trainer.laboratory.chart import curves
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from narrowgauge.trainer.experiment.design import Experiment
     from narrowgauge.trainer.experiment.gate import GateResult
 
+Variants = Mapping[str, Mapping[str, Any]] | Sequence[Variant] | None
 _VARIANT = Form(
     "NAME:KEY=VALUE,...",
     lambda text: (parse_variant(text, given.key_names()),),
@@ -101,10 +102,10 @@ class Comparison(Result):
 @checked
 def compare(
     recipes: Annotated[RecipeLike | Sequence[RecipeLike], given.NAMES] = (),
-    seeds: Annotated[int | Sequence[int] | None, Form("N|A,B,C", given.parse_seeds)] = None,
+    seeds: Annotated[Seeds, Form("N|A,B,C", given.parse_seeds)] = None,
     out: str | Path | None = None,
     *,
-    variants: Annotated[Mapping[str, Mapping[str, Any]] | Sequence[Variant] | None, _VARIANT] = None,
+    variants: Annotated[Variants, _VARIANT] = None,
     gate: Annotated[str | float | None, Form("GAP")] = None,
     expected: Annotated[bool, Form()] = False,
     rungs: Annotated[Sequence[int], Form("STEPS,...", given.numbers, is_list=True)] = (),
@@ -159,15 +160,12 @@ def compare(
     from narrowgauge.trainer.runs.loop.run_context import command_line
 
     limit = None if gate is None else parse_gate(str(gate))
+    values, kind = values_of(line, sections), "ladder" if rungs or jobs else "compare"
     if line is None:
-        values, kind = values_of(sections), "ladder" if rungs or jobs else "compare"
-        path = Path(out or f"runs/{kind}-{values.get('model', {}).get('name', 'debug')}")
-    else:
-        values, path = given.config_values(line), line.out
-    others = list(variants.items() if isinstance(variants, Mapping) else variants or ())
-    experiment = _experiment(values, recipes, path or Path(), ray, others, seeds, arms, rungs, jobs)
+        out = out or f"runs/{kind}-{values.get('model', {}).get('name', 'debug')}"
+    experiment = experiment_of(values, recipes, variants, seeds, arms, rungs, jobs, ray, Path(out or ""))
     kind = "ladder" if experiment.is_measured else "compare"
-    path = path or Path("runs") / f"{kind}-{experiment.trunks[0].config.model.name}"
+    path = Path(out or f"runs/{kind}-{experiment.trunks[0].config.model.name}")
     rank = _require_ready(experiment, path)
     console = Console(quiet=True) if rank else console or Console(quiet=quiet)
     if dry_run:
@@ -179,17 +177,26 @@ def compare(
     return Comparison(path, *found)
 
 
-def _experiment(
-    values: given.Values, recipes: RecipeLike | Sequence[RecipeLike], folder: Path, ray: str, *design: Any
+def experiment_of(
+    values: given.Values,
+    recipes: RecipeLike | Sequence[RecipeLike],
+    variants: Variants,
+    seeds: Seeds,
+    arms: Sequence[str],
+    rungs: Sequence[int],
+    jobs: int,
+    ray: str = "",
+    folder: Path = Path(),
 ) -> Experiment:
-    """The experiment of some values and recipes; one that is an object gets a file in the folder."""
+    """The experiment of the arguments of `compare`; a recipe that is an object gets a file in `folder`."""
     from narrowgauge.trainer.experiment.design import make_experiment
 
     named = []
     for one in recipe_list(recipes):
         name = Path(one).stem if isinstance(one, str | Path) else recipe(one).name
         named.append((name, {RECIPE: recipe_name(one, folder / f"{name}.recipe.toml")}))
-    made = make_experiment(values, named, *design)
+    others = list(variants.items() if isinstance(variants, Mapping) else variants or ())
+    made = make_experiment(values, named, others, seeds, arms, rungs, jobs)
     return made.model_copy(update={"design": made.design.model_copy(update={"ray": ray})}) if ray else made
 
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 from narrowgauge.recipes import RecipeLike
 from narrowgauge.system.errors import UserError, checked
 from narrowgauge.system.result import Result, Row
-from narrowgauge.trainer import training  # each name is imported when it is used
 from narrowgauge.trainer.cluster.plan.budget import parse_price, tokens_of
 from narrowgauge.trainer.cluster.plan.cluster_spec import cluster_name, cluster_names, load_cluster
 from narrowgauge.trainer.laboratory import arguments as given
@@ -155,9 +154,9 @@ def plan(
     from narrowgauge.trainer.cluster.plan.plan import make_plan
     from narrowgauge.trainer.training.config.config import with_published
 
-    values = values_of({"model": model, **sections}) if line is None else given.config_values(line)
+    values = values_of(line, {"model": model, **sections})
     values, note = (values, "") if line is not None and line.config else with_published(values)
-    config = config_of(recipe, backend, values) if line is None else training.make_config(values)
+    config = config_of(values, recipe, backend, None)
     machine = None if cluster is None else load_cluster(str(cluster))
     count = 0 if tokens is None else int(tokens_of(str(tokens)))
     if machine is None and (count or price or gap):

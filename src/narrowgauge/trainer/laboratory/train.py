@@ -14,7 +14,7 @@ from narrowgauge.system.result import Result, Row
 from narrowgauge.system.signals import Preempted, is_compared
 from narrowgauge.trainer import distributed, report, runs, training  # each name is imported when it is used
 from narrowgauge.trainer.laboratory import arguments as given
-from narrowgauge.trainer.laboratory.arguments import Form, Section, config_of
+from narrowgauge.trainer.laboratory.arguments import Form, Section, Values, config_of, over, values_of
 from narrowgauge.trainer.laboratory.chart import curves
 from narrowgauge.trainer.runs.choices import PROFILED
 
@@ -134,13 +134,10 @@ def train(
 
     names, say = given.key_names(), say or (lambda text: None)
     allowed = [names.get(key, key) for key in allow_change]
-    begin = _branch(branch) if branch else None
-    if line is None:
-        file, trunk = None if recipe is None else _beside(recipe, out), begin and begin[0]
-        config = config_of(recipe, backend, sections, file, trunk)
-    else:
-        values, out = _on_trunk(line, begin[0], say) if begin else given.config_values(line), line.out
-        config = training.make_config(values)
+    begin, values = _branch(branch) if branch else None, values_of(line, sections)
+    if begin is not None and not (line and line.config):
+        values = _on_trunk(values, begin[0], say)
+    config = config_of(values, recipe, backend, None if recipe is None else _beside(recipe, out))
     console = console or Console(quiet=quiet)
     path = runs.default_out(config, allowed) if out is None else Path(out)
     if begin is not None and not (path / "config.toml").exists():
@@ -183,17 +180,13 @@ def _branch(text: str) -> tuple[Path, int | None]:
     return Path(run), int(step)
 
 
-def _on_trunk(line: given.Line, trunk: Path, say: given.Say) -> dict[str, dict[str, Any]]:
-    """The values of a line that branches off a run: over its file, or else over the run's own values."""
+def _on_trunk(own: Values, trunk: Path, say: given.Say) -> Values:
+    """The values of a run that branches off another without a file of its own: over those of its trunk."""
     from narrowgauge.trainer.runs.use.branch import OFFLOAD
 
-    if line.config is not None:
-        return given.config_values(line)
-    line.config = trunk / "config.toml"
-    values, own = given.config_values(line), {key for key, value in vars(line).items() if value is not None}
-    if "recipe.name" in own:  # keys that were set over the trunk's recipe
-        kept = {"recipe.backend", f"recipe.{OFFLOAD}", *own}
-        left = [key for key in values["recipe"] if f"recipe.{key}" not in kept]
+    values = over(training.load_values(trunk / "config.toml"), own)
+    if "name" in (recipe := own.get("recipe", {})):  # keys that were set over the trunk's recipe
+        left = [key for key in values["recipe"] if key not in ("backend", OFFLOAD, *recipe)]
         for key in left:
             del values["recipe"][key]
         if left:

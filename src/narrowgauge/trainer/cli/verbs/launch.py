@@ -11,11 +11,9 @@ from narrowgauge.trainer import data  # each name is imported when it is used
 from narrowgauge.trainer.cli.line import parser_of, read_line
 from narrowgauge.trainer.cluster.launch.job_script import MARK, Job, emulation_note, job_script, queued
 from narrowgauge.trainer.cluster.launch.site import Site, load_site, site_names
-from narrowgauge.trainer.experiment.design import recipe_variants
-from narrowgauge.trainer.laboratory.arguments import Form, Line, config_values
+from narrowgauge.trainer.laboratory.arguments import Form, config_values
 
 if TYPE_CHECKING:
-    from narrowgauge.trainer.experiment.design import Experiment
     from narrowgauge.trainer.runs import Layout
 
 _REST = Form("-- train ...", str, is_positional=True, nargs=argparse.REMAINDER)
@@ -87,11 +85,18 @@ def _job(
     words: list[str], site: Site, nodes: int, per_node: int | None, named: str | None, array: int
 ) -> tuple[Job, "Layout"]:
     """The job that the script starts, and its layout over the processes; checks every option."""
+    from narrowgauge.trainer.laboratory.compare import experiment_of
     from narrowgauge.trainer.runs import default_out, lay_out
     from narrowgauge.trainer.training import make_config
 
     line = read_line(words)
-    config = read_plan(line).trunks[0].config if array else make_config(config_values(line))
+    if array:
+        planned = experiment_of(
+            config_values(line), line.recipes, line.variants, line.seeds, line.arms, line.rungs, line.jobs
+        )
+        config = planned.trunks[0].config
+    else:
+        config = make_config(config_values(line))
     count = site.devices_per_node if per_node is None else per_node
     for name, value in (("--nodes", nodes), ("--gpus-per-node", count)):
         if not 1 <= value <= 100_000:
@@ -107,14 +112,6 @@ def _job(
     layout = lay_out(config, nodes * processes, run)
     job = Job(tuple(words), run, Path.cwd(), nodes, processes, gpus, array=array)
     return job, layout
-
-
-def read_plan(line: Line) -> "Experiment":
-    """The experiment of a line of `compare`."""
-    from narrowgauge.trainer.experiment.design import make_experiment
-
-    named, values = recipe_variants(line.recipes), config_values(line)
-    return make_experiment(values, named, line.variants or (), line.seeds, line.arms, line.rungs, line.jobs)
 
 
 def _grid(job: Job, layout: "Layout") -> str:

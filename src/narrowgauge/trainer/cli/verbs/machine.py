@@ -59,7 +59,6 @@ def scaling(
     rounds: Annotated[given.Count, "rounds that share the seconds"] = 3,
     json: Annotated[bool, "print JSON (scaling.json) instead of a table"] = False,
     console: given.Console,
-    say: given.Say,
 ) -> None:
     """Train on 1 to N processes: speed-up, efficiency, communication.
 
@@ -78,4 +77,4 @@ def scaling(
         print(as_json(result), end="")
         return
     print_scaling(result, console)
-    say(f"figures: {out / 'scaling.json'}")
+    print(f"figures: {out / 'scaling.json'}")

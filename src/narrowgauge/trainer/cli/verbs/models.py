@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from narrowgauge.system.errors import unknown
 from narrowgauge.trainer import data as corpora
 from narrowgauge.trainer import models, runs  # each name is imported when it is used
-from narrowgauge.trainer.laboratory.arguments import RUN, Console, Count, File, Folder, Form, Run, Say, Source
+from narrowgauge.trainer.laboratory.arguments import RUN, Console, Count, File, Folder, Form, Run, Source
 from narrowgauge.trainer.runs.choices import EXPORT_FORMATS, RECORDED, SERVERS, TASKS
 
 Tokenizer = Annotated[File | None, "a tokenizer.json (the model's)"]
@@ -62,7 +62,6 @@ def eval_(
     limit: Annotated[Count | None, "other tasks: number of examples (all)"] = None,
     task_folder: Annotated[Path | None, "lm-eval: folder with YAML files of more tasks"] = None,
     console: Console,
-    say: Say,
 ) -> None:
     """Evaluate a run or a model of another program: losses and scores.
 
@@ -78,13 +77,13 @@ def eval_(
         found = harness_scores(run, detail.split(","), runs.choose_device(device).type, limit, task_folder)
         for name, scores in found.items():
             numbers = [f"{k.partition(',')[0]} {v:.4f}" for k, v in scores.items() if isinstance(v, float)]
-            say(f"{run}: {name}, {', '.join(numbers)}")
+            print(f"{run}: {name}, {', '.join(numbers)}")
         return
     trained = runs.open_run(run, device, tokenizer)
     if kind == "hellaswag" and detail:
         score = evaluate(trained, Path(detail), limit)
         text = f"{score.examples} examples, acc {score.acc:.4f}, acc_norm {score.acc_norm:.4f}"
-        say(f"{run}: step {trained.step}, hellaswag, {text}")
+        print(f"{run}: step {trained.step}, hellaswag, {text}")
         return
     if task != "val":
         raise unknown("task", task, TASKS)
@@ -96,13 +95,13 @@ def eval_(
         asked = {"data": data, "sequence_length": length, "batches": batches}
         keep_losses(run, trained.step, losses, asked)
         text = ", ".join(f"{name} {loss:.6f}" for name, loss in losses.items())
-        say(f"{run}: step {trained.step}, validation loss by forward pass: {text}")
+        print(f"{run}: step {trained.step}, validation loss by forward pass: {text}")
         return
     loss = held_out_loss(trained, dataset.val, length, batches)
     held_out = held_out_batches(trained.config, dataset.val, length, batches)
     bits = bits_per_byte(loss, dataset.tokenizer, held_out)
     per_byte = f", {bits:.4f} bits per byte" if isfinite(bits) else ""  # token ids have no bytes
-    say(f"{run}: step {trained.step}, validation loss {loss:.4f} nats per token{per_byte}")
+    print(f"{run}: step {trained.step}, validation loss {loss:.4f} nats per token{per_byte}")
 
 
 def export(
@@ -114,7 +113,6 @@ def export(
     calibrate: Annotated[
         Source | None, f"store activation scales: measured on a text, or '{RECORDED}' by delayed scaling"
     ] = None,
-    say: Say,
 ) -> None:
     """Write a run's model for other programs.
 
@@ -124,9 +122,9 @@ def export(
     from narrowgauge.trainer.runs.use.export import export_run
 
     trained, remarks = export_run(run, to, out, dtype, calibrate)
-    say(f"{out}: {run} after step {trained.step}, as {to}")
+    print(f"{out}: {run} after step {trained.step}, as {to}")
     for remark in remarks:
-        say(remark)
+        print(remark)
 
 
 def import_(
@@ -137,7 +135,6 @@ def import_(
     out: Annotated[Path, Form("RUN"), "a new run directory"],
     tokenizer: Tokenizer = None,
     data: Annotated[Source, "text to evaluate it on"] = "stdlib",
-    say: Say,
 ) -> None:
     """Turn a model of another program into a run.
 
@@ -149,9 +146,9 @@ def import_(
 
     run = import_model(path, out, tokenizer, data)
     event = RunDirectory(run).lines()[0]
-    say(f"run directory: {run}")
-    say(f"the weights were stored in {event['precision']} ({event['kind']}) and are kept in fp32")
-    say(f"to continue training: narrowgauge train --model.weights {run} --data SOURCE --out NEW")
+    print(f"run directory: {run}")
+    print(f"the weights were stored in {event['precision']} ({event['kind']}) and are kept in fp32")
+    print(f"to continue training: narrowgauge train --model.weights {run} --data SOURCE --out NEW")
 
 
 _READ = "; ".join(f"{server}: {' | '.join(formats)}" for server, formats in SERVERS.items())

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 from narrowgauge import recipes as all_recipes  # each name is imported when it is used
 from narrowgauge.exchange import SOURCES, TARGETS
 from narrowgauge.system.errors import UserError
-from narrowgauge.trainer.cli.installed import require_torch
 from narrowgauge.trainer.laboratory.arguments import Amount, Count, File, Form, Names
 
 if TYPE_CHECKING:
@@ -66,6 +65,8 @@ def recipes(
 def _device(name: str | None) -> "Device":
     """A named device, whose facts are printed, or the device of this machine."""
     if name is None:
+        from narrowgauge.trainer.cli.main import require_torch
+
         require_torch()
         import torch
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from narrowgauge.system.errors import UserError
 from narrowgauge.trainer import report as reports  # each name is imported when it is used
-from narrowgauge.trainer.laboratory.arguments import Console, File, Folder, Form, Say
+from narrowgauge.trainer.laboratory.arguments import Console, File, Folder, Form
 
 FOLDER = Path("runs")
 _EXIT_INTERRUPTED = 130  # Ctrl-C is how a watcher ends
@@ -18,7 +18,6 @@ def runs(
     *,
     json: Annotated[bool, "print a JSON list; a missing loss is null"] = False,
     console: Console,
-    say: Say,
 ) -> None:
     """List the runs in a folder, with state and loss.
 
@@ -56,7 +55,7 @@ def runs(
     console.print(table)
     for run in found:
         if run.reason and run.status != "done":
-            say(f"{run.path} {run.status}: {run.reason}")
+            print(f"{run.path} {run.status}: {run.reason}")
 
 
 def report(

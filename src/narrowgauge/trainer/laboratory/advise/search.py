@@ -12,10 +12,11 @@ less: neither rules out another.
 
 import math
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import product
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from narrowgauge.distributed import ParallelDims
 from narrowgauge.forecast import Forecast, Forecaster
@@ -29,7 +30,7 @@ from narrowgauge.trainer.cluster.plan.cluster_spec import Cluster, cluster_name,
 from narrowgauge.trainer.cluster.plan.estimate import estimate
 from narrowgauge.trainer.cluster.plan.plan import make_plan, room_of
 from narrowgauge.trainer.experiment.design import with_keys
-from narrowgauge.trainer.laboratory.advise.result import Advice, Answer
+from narrowgauge.trainer.laboratory.advise.advise import Advice, Answer
 from narrowgauge.trainer.laboratory.arguments import Progress, Values
 from narrowgauge.trainer.models import count_block_weights, model_config
 from narrowgauge.trainer.models.published import published
@@ -100,69 +101,39 @@ class Point(NamedTuple):
         return f"{self.needed / 2**30:.1f} GiB with {self.setting.words}"
 
 
-@dataclass
-class Space:
-    """The settings of one recipe and one layout on a cluster, each planned at most once.
+def fastest(values: Values, dims: ParallelDims, cluster: Cluster, counts: dict[Setting, WholeCount]) -> Point:
+    """The fastest point of a recipe and a layout that fits, or else the one that needs the least memory.
 
-    `values` are what all settings share, the recipe and the batch among them; `counts` the count of each
-    setting that was timed, which the layouts of a recipe share.
+    `values` are what all settings share, the recipe and the batch among them, which the layout divides;
+    `counts` the count of each setting that was timed, which the layouts of a recipe share.
     """
+    allowed, chunked = fitting_sizes(values["training"]["batch_size"], dims), (False, True)
+    sizes = [n for n in MICRO_BATCHES if n in allowed]
+    offload = OFFLOAD if cluster.facts.is_gpu else OFFLOAD[:1]
 
-    values: Mapping[str, Mapping[str, Any]]
-    dims: ParallelDims
-    cluster: Cluster
-    counts: dict[Setting, WholeCount] = field(default_factory=dict)
-    planned: dict[Setting, Point] = field(default_factory=dict)
+    @cache
+    def at(setting: Setting) -> Point:
+        config = make_config(with_keys(values, setting.keys))
+        room = room_of(config, cluster)
+        with imagine(cluster.facts):
+            step = estimate_step(config, dims)
+        needed = room.needed(step.memory, dims)
+        return Point(setting, dims, config, step, needed, needed <= room.limit)
 
-    def __post_init__(self) -> None:
-        """List all settings; none comes before one that it lies beyond."""
-        batch, dims = int(self.values["training"]["batch_size"]), self.dims
-        if not (fitting := fitting_sizes(batch, dims)):
-            raise UserError(
-                f"{dims.data} processes cannot share a batch of {batch} in {dims.pipeline} stages"
-            )
-        sizes = [n for n in MICRO_BATCHES if n in fitting]
-        offload = OFFLOAD if self.cluster.facts.is_gpu else OFFLOAD[:1]
-        self.settings = [Setting(*one) for one in product(sizes, RECOMPUTE, offload, (False, True))]
-
-    def at(self, setting: Setting) -> Point:
-        """The point of a setting, planned for memory."""
-        if setting not in self.planned:
-            config = make_config(with_keys(self.values, setting.keys))
-            room = room_of(config, self.cluster)
-            with imagine(self.cluster.facts):
-                step = estimate_step(config, self.dims)
-            needed = room.needed(step.memory, self.dims)
-            self.planned[setting] = Point(setting, self.dims, config, step, needed, needed <= room.limit)
-        return self.planned[setting]
-
-    def timed(self, point: Point) -> Point:
-        """A point with the expected seconds of its step."""
-        time = estimate(point.config, self.dims, self.cluster, point.step, self.counts.get(point.setting))
-        self.counts[point.setting] = time.count
-        return point._replace(seconds=time.seconds_expected)
-
-    def least(self) -> Point:
-        """The point that needs the least memory: of the smallest micro-batch, or of a single one.
-
-        A single micro-batch adds no gradients, and so may need less than several smaller ones.
-        """
-        last, sizes = self.settings[-1], sorted({one.micro_batch_size for one in self.settings})
-        ends = {sizes[0], sizes[-1]} if self.dims.pipeline == 1 else sizes
-        corners = (last._replace(micro_batch_size=n, chunked_loss=c) for n in ends for c in (False, True))
-        return min(map(self.at, corners), key=lambda point: point.needed)
-
-    def best(self) -> Point | None:
-        """The fastest point that fits; None if none does."""
-        if not self.least().fits:
-            return None
-        found: list[Point] = []
-        for setting in self.settings:
-            size = None if self.dims.pipeline == 1 else setting.micro_batch_size
-            faster = [one.setting for one in found if size in (None, one.setting.micro_batch_size)]
-            if not any(map(setting.is_beyond, faster)) and self.at(setting).fits:
-                found.append(self.timed(self.at(setting)))
-        return min(found, key=lambda point: point.seconds)
+    # A single micro-batch adds no gradients, and so may need less than several smaller ones.
+    ends = {sizes[-1], sizes[0]} if dims.pipeline == 1 else sizes[::-1]
+    narrowest = (Setting(n, RECOMPUTE[-1], offload[-1], chunks) for n in ends for chunks in chunked)
+    if not (least := min(map(at, narrowest), key=lambda point: point.needed)).fits:
+        return least
+    found: list[Point] = []
+    for one in product(sizes, RECOMPUTE, offload, chunked):  # none comes before one that it lies beyond
+        setting = Setting(*one)
+        rivals = [p.setting for p in found if dims.pipeline == 1 or p.setting[0] == setting.micro_batch_size]
+        if not any(map(setting.is_beyond, rivals)) and (point := at(setting)).fits:
+            time = estimate(point.config, dims, cluster, point.step, counts.get(setting))
+            counts[setting] = time.count
+            found.append(point._replace(seconds=time.seconds_expected))
+    return min(found, key=lambda point: point.seconds)
 
 
 def layouts(devices: int, per_node: int, heads: int, layers: int) -> list[ParallelDims]:
@@ -233,10 +204,9 @@ class Question:
 
     def advice(self, recipes: Sequence[str], show: Progress | None) -> Advice:
         """Search, order the answers, and give the reasons."""
-        for one in () if recipes else RECIPES:
-            if why := unfit(one, self.machine):
-                self.lost[one] = why
-        candidates = [one for one in recipes or RECIPES if one not in self.lost]
+        if not recipes:
+            self.lost.update({one: why for one in RECIPES if (why := unfit(one, self.machine))})
+        candidates = recipes or [one for one in RECIPES if one not in self.lost]
         answers, least = self._search(candidates, show)
         whole = {"training.micro_batch_size": self.values["training"]["batch_size"]}
         base = make_config(with_keys(self.values, whole))
@@ -244,18 +214,11 @@ class Question:
             others = [one for one in narrower_recipes(base) if one not in candidates]
             answers, more = self._search(others, show)
             least += more
-        if not answers:
-            return self._refused(self._does_not_fit(least, base))
         answers.sort(key=lambda one: (one.forecast.gap_percent is None, one.score))
         known = [one for one in answers if one.hours <= self.limit * 1.000001]
         self.lost.update({one.label: self._too_long(one) for one in answers if one not in known})
         if not known:
-            fastest = min(answers, key=lambda one: one.hours)
-            way = "raise the budget, or take a smaller batch"
-            if self.tokens is not None:
-                most = human_count(fastest.tokens * self.limit / fastest.hours)
-                way = f"leave out tokens to train on the {most} that fit, or raise the budget"
-            return self._refused(f"{self._too_long(fastest)}; {way}")
+            return Advice([], self._refusal(answers, least, base), lost=self.lost, notes=self.notes)
         first = known[0]
         self.lost.update({one.label: _why(one, first) for one in known[FIRST:]})
         changes = self._changes(known)
@@ -265,36 +228,39 @@ class Question:
         chosen = [replace(one, why=_why(one, first)) for one in known[:FIRST]]
         return Advice(chosen, None, changes, self.lost, self.notes)
 
-    def _refused(self, why: str) -> Advice:
-        return Advice([], why, (), self.lost, self.notes)
-
     def _search(self, candidates: Sequence[str], show: Progress | None) -> tuple[list[Answer], list[Point]]:
         """The best answer of each recipe and layout, and the least memory where none fits; fills `lost`."""
         answers, least = list[Answer](), list[Point]()
-        sized, batch = model_config(name=self.model), self.values["training"]["batch_size"]
+        sized, counts = model_config(name=self.model), dict[str, dict[Setting, WholeCount]]()
         size, forecaster = count_block_weights(sized), Forecaster()
+        batch = self.values["training"]["batch_size"]
+        per_step = batch * self.values["data"]["sequence_length"]
         shapes = layouts(self.devices, self.machine.devices_per_node, sized.heads, sized.layers)
-        counts: dict[str, dict[Setting, WholeCount]] = {name: {} for name in candidates}
         every = list(product(candidates, shapes))
         for number, (name, dims) in enumerate(every, start=1):
-            label = f"{name} {dims.text}".strip()
+            label, values = f"{name} {dims.text}".strip(), {**self.values, "recipe": {"name": name}}
+            if not fitting_sizes(batch, dims):
+                stages = f"in {dims.pipeline} stages"
+                self.lost[label] = f"{dims.data} processes cannot share a batch of {batch} {stages}"
+                continue
+            if show is not None:
+                show(label, number, len(every))
             try:
-                space = Space({**self.values, "recipe": {"name": name}}, dims, self.machine, counts[name])
-                if show is not None:
-                    show(label, number, len(every))
-                best = space.best()
-            except UserError as error:  # the batch or the recipe's blocks do not allow this layout
+                best = fastest(values, dims, self.machine, counts.setdefault(name, {}))
+            except UserError as error:  # the recipe's blocks do not allow this layout
                 self.lost[label] = str(error)
                 continue
-            if best is None:
-                least.append(space.least())
-                self.lost[label] = f"does not fit: {least[-1].words}"
+            if not best.fits:
+                least.append(best)
+                self.lost[label] = f"does not fit: {best.words}"
                 continue
-            per_step = batch * self.values["data"]["sequence_length"]
-            hours = self.limit * 3600 / best.seconds
-            steps = max(1, math.ceil(self.tokens / per_step) if self.tokens else math.floor(hours))
-            forecast = forecaster.forecast(recipe(name), size, float(steps * per_step), name)
-            answers.append(Answer(*self._lines(best, steps), best, steps, self.price, forecast))
+            paid = math.floor(self.limit * 3600 / best.seconds) if self.tokens is None else 0
+            steps = max(1, paid if self.tokens is None else math.ceil(self.tokens / per_step))
+            tokens, days = float(steps * per_step), steps * best.seconds / 86_400
+            forecast = forecaster.forecast(recipe(name), size, tokens, name)
+            needed = best.needed / 2**30
+            lines = self._lines(best, steps)
+            answers.append(Answer(*lines, best, name, dims.text, needed, tokens, days, self.price, forecast))
         return answers, least
 
     def _lines(self, point: Point, steps: int) -> tuple[str, str]:
@@ -327,8 +293,14 @@ class Question:
         where = [*site, "--gpus-per-node", str(self.machine.devices_per_node)]
         return ["narrowgauge", "launch", *where, "--nodes", str(nodes), "--out", "train.sh", "--"]
 
-    def _does_not_fit(self, least: Sequence[Point], base: Config) -> str:
-        """The least memory of all, and the ways out."""
+    def _refusal(self, answers: Sequence[Answer], least: Sequence[Point], base: Config) -> str:
+        """Why no answer is within the budget, or no point within the memory; and the ways out."""
+        if answers:
+            best, way = min(answers, key=lambda one: one.hours), "raise the budget, or take a smaller batch"
+            if self.tokens is not None:
+                most = human_count(best.tokens * self.limit / best.hours)
+                way = f"leave out tokens to train on the {most} that fit, or raise the budget"
+            return f"{self._too_long(best)}; {way}"
         if not least:
             return "no recipe is left to choose from; name some with recipes"
         point = min(least, key=lambda one: one.needed)
