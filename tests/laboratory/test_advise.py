@@ -40,14 +40,21 @@ def card(folder, memory="24GB"):
     return str(path)
 
 
-def fastest_on(cluster, name="bf16", dims=None, batch=2):
+def fastest_on(cluster, name="bf16", dims=None, batch=2, model="debug"):
     values = {
-        "model": {"name": "debug"},
+        "model": {"name": model},
         "data": {"sequence_length": 256},
         "training": {"batch_size": batch, "device": "cpu"},
         "recipe": {"name": name},
     }
     return fastest(values, dims or ParallelDims(), load_cluster(cluster), {})
+
+
+def test_a_layout_that_train_would_refuse_is_no_answer(tmp_path):
+    with pytest.raises(UserError, match=r"model.kv_heads = 2 cannot be divided by .* = 4"):
+        fastest_on(card(tmp_path), dims=ParallelDims(tensor=4))
+    with pytest.raises(UserError, match="the tokens of an expert come from full sequences on one process"):
+        fastest_on(card(tmp_path), dims=ParallelDims(tensor=2), model="moe-debug")
 
 
 @pytest.mark.tier("thorough")

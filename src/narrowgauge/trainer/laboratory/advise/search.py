@@ -34,7 +34,7 @@ from narrowgauge.trainer.laboratory.advise.advise import Advice, Answer
 from narrowgauge.trainer.laboratory.arguments import Progress, Values
 from narrowgauge.trainer.models import count_block_weights, model_config
 from narrowgauge.trainer.models.published import published
-from narrowgauge.trainer.runs import choose_device
+from narrowgauge.trainer.runs import choose_device, lay_out
 from narrowgauge.trainer.runs.monitor.machine import device_name
 from narrowgauge.trainer.simulate import StepEstimate, WholeCount, estimate_step, fitting
 from narrowgauge.trainer.simulate.advice import narrower_recipes
@@ -107,8 +107,7 @@ def fastest(values: Values, dims: ParallelDims, cluster: Cluster, counts: dict[S
     `values` are what all settings share, the recipe and the batch among them, which the layout divides;
     `counts` the count of each setting that was timed, which the layouts of a recipe share.
     """
-    allowed, chunked = fitting_sizes(values["training"]["batch_size"], dims), (False, True)
-    sizes = [n for n in MICRO_BATCHES if n in allowed]
+    sizes, chunked = _sizes(values, dims), (False, True)
     offload = OFFLOAD if cluster.facts.is_gpu else OFFLOAD[:1]
 
     @cache
@@ -134,6 +133,28 @@ def fastest(values: Values, dims: ParallelDims, cluster: Cluster, counts: dict[S
             counts[setting] = time.count
             found.append(point._replace(seconds=time.seconds_expected))
     return min(found, key=lambda point: point.seconds)
+
+
+def _sizes(values: Values, dims: ParallelDims) -> list[int]:
+    """The micro-batches with which `train` takes a layout, from the largest; an error if there are none."""
+    allowed, found, why = fitting_sizes(values["training"]["batch_size"], dims), list[int](), ""
+    for size in (n for n in MICRO_BATCHES if n in allowed):
+        config = make_config(with_keys(values, {"training.micro_batch_size": size, **_axes(dims)}))
+        try:
+            lay_out(config, dims.size)
+        except UserError as error:  # it divides the model's heads or experts, or a block of the recipe
+            why = str(error)
+        else:
+            found.append(size)
+    if not found:
+        raise UserError(why)
+    return found
+
+
+def _axes(dims: ParallelDims) -> dict[str, int]:
+    """The keys of a layout."""
+    axes = {axis: getattr(dims, axis) for axis in ("pipeline", "replicate", "shard", "tensor")}
+    return {f"parallel.{axis}": count for axis, count in axes.items() if count > 1}
 
 
 def layouts(devices: int, per_node: int, heads: int, layers: int) -> list[ParallelDims]:
@@ -247,7 +268,7 @@ class Question:
                 show(label, number, len(every))
             try:
                 best = fastest(values, dims, self.machine, counts.setdefault(name, {}))
-            except UserError as error:  # the recipe's blocks do not allow this layout
+            except UserError as error:  # the model or the recipe does not allow this layout
                 self.lost[label] = str(error)
                 continue
             if not best.fits:
@@ -268,9 +289,8 @@ class Question:
         dims, words = point.dims, ["--model", self.model, "--recipe", point.config.recipe.name]
         words += ["--steps", str(steps)]
         shared = {"data.sequence_length": self.values["data"]["sequence_length"]}
-        shared |= {"training.batch_size": self.values["training"]["batch_size"], **point.setting.keys}
-        axes = {axis: getattr(dims, axis) for axis in ("pipeline", "replicate", "shard", "tensor")}
-        shared |= {f"parallel.{axis}": count for axis, count in axes.items() if count > 1}
+        batch = {"training.batch_size": self.values["training"]["batch_size"]}
+        shared |= {**batch, **point.setting.keys, **_axes(dims)}
         if (found := published(self.model)) is not None:
             config = published_config(self.model, found, steps)
             for section in ("optimizer", "schedule"):
