@@ -19,10 +19,11 @@ import pytest
 from hypothesis import settings
 
 from narrowgauge.quantization.passes.in_c import c_library
+from narrowgauge.trainer.experiment.design import with_keys
 from narrowgauge.trainer.runs.choices import ATTENTION, PRODUCTS
 from support.interpreted import import_kernels
 from support.processes import Narrowgauge, warm
-from support.runs import Look, Values, with_keys, write_text
+from support.runs import Look, Values, write_text
 
 pytest_plugins = ["support.cost", "support.fault_report", "support.tiers"]
 

@@ -12,8 +12,8 @@ from math import inf, isfinite, prod
 import pytest
 
 from narrowgauge.recipes import recipe_names
+from narrowgauge.trainer.experiment.design import with_keys
 from support.covering import covering, properties_of, representatives
-from support.runs import with_keys
 
 LAYOUTS = {
     "fsdp 2": {"shard": 2},

@@ -12,8 +12,9 @@ from typing import Any
 from safetensors import deserialize
 
 import narrowgauge as ng
+from narrowgauge.trainer.experiment.design import with_keys
 from support.processes import RANKS, Ask, launched, server
-from support.runs import WORDS, Values, with_keys
+from support.runs import WORDS, Values
 
 HERE = Path(__file__).parent
 Cell = dict[str, Any]

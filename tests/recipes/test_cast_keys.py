@@ -44,16 +44,10 @@ def accepts(refuse: Callable[[Cast], object]) -> Callable[[Cast], bool]:
     return is_accepted
 
 
-def launches_a_cast(c: Cast) -> bool:
+def launches(c: Cast, is_rows: bool = False) -> bool:
     x = torch.empty(64, 128, dtype=torch.bfloat16, device="meta")
     with imagine(named_device("h200")):
-        return _has_kernel(x, c, QuantContext(random=STREAM))
-
-
-def launches_rows(c: Cast) -> bool:
-    x = torch.empty(64, 128, dtype=torch.bfloat16, device="meta")
-    with imagine(named_device("h200")):
-        return emulate_rows(x, c) is not None
+        return emulate_rows(x, c) is not None if is_rows else _has_kernel(x, c, QuantContext(random=STREAM))
 
 
 def is_one_operator(c: Cast) -> bool:
@@ -92,9 +86,9 @@ def fits(changed, **fields):
 
 OPERANDS = dict(recipe("fp8").casts)
 CONSUMERS = {
-    "a kernel of a block's scale": Case(Consumer.KERNEL, NVFP4, launches_a_cast),
-    "a kernel of a tensor's scale": Case(Consumer.KERNEL, E4M3, launches_a_cast),
-    "the kernel of scaled rows": Case(Consumer.ROWS, ROW, launches_rows),
+    "a kernel of a block's scale": Case(Consumer.KERNEL, NVFP4, launches),
+    "a kernel of a tensor's scale": Case(Consumer.KERNEL, E4M3, launches),
+    "the kernel of scaled rows": Case(Consumer.ROWS, ROW, partial(launches, is_rows=True)),
     "the operator of a compiled graph": Case(Consumer.OPERATOR, NVFP4, is_one_operator),
     "the passes in C": Case(Consumer.C, NVFP4, has_passes),
     "the kernels of AdamW": Case(Consumer.ADAMW, E4M3, _supports_cast),

@@ -24,15 +24,6 @@ def write_text(directory: Path, documents: int = 12, seed: int = 0) -> str:
     return str(directory)
 
 
-def with_keys(values: Mapping[str, Mapping[str, Any]], changes: Mapping[str, Any]) -> Values:
-    """Nested values with `{"section.key": value}` over them."""
-    result = {section: dict(table) for section, table in values.items()}
-    for key, value in changes.items():
-        section, _, name = key.partition(".")
-        result.setdefault(section, {})[name] = value
-    return result
-
-
 def config_of(
     recipe: object, model: Mapping[str, Any], length: int, parallel: object = None, **training: Any
 ) -> Config:
