@@ -25,7 +25,7 @@ from support.interpreted import import_kernels
 from support.processes import Narrowgauge, warm
 from support.runs import Look, Values, write_text
 
-pytest_plugins = ["support.cost", "support.fault_report", "support.tiers"]
+pytest_plugins = ["support.cost", "support.fault_report", "support.made_runs", "support.tiers"]
 
 # Nothing is asserted of the time that an example takes: another program may have the core.
 settings.register_profile("narrowgauge", deadline=None)

@@ -1,32 +1,22 @@
 """The gate on runs with known losses, and the command's exit code."""
 
-import json
+import math
 
 import pytest
 
 from narrowgauge.system.errors import UserError
 from narrowgauge.trainer.experiment.gate import Gate, gate_results, parse_gate
 from narrowgauge.trainer.report import read_runs
-from narrowgauge.trainer.runs.run_directory import RunDirectory
-
-
-def write_run(folder, recipe, seed, loss, status="done", reason="trained"):
-    """A run directory with ten steps of one loss."""
-    folder.mkdir(parents=True)
-    (folder / "config.toml").write_text(f'[training]\nseed = {seed}\n[recipe]\nname = "{recipe}"\n')
-    lines = [{"step": s, "loss": loss, "lr": 1e-3, "grad_norm": 1.0, "tokens": 64 * s} for s in range(1, 11)]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    RunDirectory(folder).set_status(status, reason)
-    return folder
 
 
 @pytest.fixture
-def judge(tmp_path):
+def judge(make_run):
     """The word and reason on losses of a variant by seed; the reference has 4.0 for each seed."""
 
     def judge(gate, losses, **broken):
-        paths = [write_run(tmp_path / f"bf16-{s}", "bf16", s, 4.0) for s in range(len(losses))]
-        paths += [write_run(tmp_path / f"fp8-{s}", "fp8", s, x, **broken) for s, x in enumerate(losses)]
+        paths = make_run.seeds("bf16", [4.0] * len(losses)) + make_run.seeds("fp8", losses, **broken)
+        for path in paths:  # of no known model: its size would add a known deviation
+            make_run.set(path, "[model]", "[other]")
         (result,) = gate_results(read_runs(paths), parse_gate(gate))
         return result.word, result.reason
 
@@ -55,14 +45,12 @@ def test_the_interval_decides(judge, gate, losses, word, reason):
 
 def test_a_run_that_diverged_fails(judge):
     word, reason = judge("0.25%", (4.0, 4.0, 4.0), status="failed", reason="11 steps in a row")
-    assert (word, reason) == ("fail", "fp8-0 failed: 11 steps in a row")
+    assert (word, reason) == ("fail", "fp8 failed: 11 steps in a row")
 
 
-def test_a_reference_without_a_finite_loss_fails_nobody(tmp_path):
-    paths = [
-        write_run(tmp_path / name, name, 0, loss)
-        for name, loss in (("bf16", float("nan")), ("fp8", 4.0), ("mxfp4", float("nan")))
-    ]
+def test_a_reference_without_a_finite_loss_fails_nobody(make_run):
+    losses = {"bf16": math.nan, "fp8": 4.0, "mxfp4": math.nan}
+    paths = [path for name, loss in losses.items() for path in make_run.seeds(name, [loss])]
     fp8, mxfp4 = gate_results(read_runs(paths), parse_gate("1%"))
     assert (fp8.word, fp8.reason) == ("open", "a loss of bf16 is not finite")
     assert (mxfp4.word, mxfp4.reason) == ("fail", "a loss is not finite")
