@@ -109,7 +109,7 @@ def _gauge_parts(
     vector = gauge_operand(rest, seen_rest, cast.of_the_rest, axis, context)
     seen_alone = seen_alone[tuple(map(slice, x.shape))]  # drop the padding of a transform
     factor = vector[_HEAD.index("factor")].float()
-    sums = _sums(alone, seen_alone, None, factor)
+    sums = _sums(alone, seen_alone, factor.new_full((), math.inf), factor)
     sums[1:3] -= x.numel()  # each part has zeros in place of the other
     vector[len(_HEAD) - len(_SUMS) : len(_HEAD)] += sums
     return vector
@@ -157,26 +157,25 @@ def gauge(
     ends = [amax.amin(), amax.median(), amax.amax()] if amax.numel() else [amax.new_zeros(())] * 3
     exponent = ends[2].frexp().exponent
     factor = torch.exp2(-exponent.clamp(-100, 100).double()).float()
-    limit = None
-    if largest < _WIDE:
-        limit = torch.full_like(amax, largest) if scale is None else scale * largest
-        limit = torch.where(limit > 0, limit, torch.inf)
+    largest = largest if largest < _WIDE else math.inf
+    limit = torch.full_like(amax, largest) if scale is None else scale * largest
+    limit = torch.where(limit > 0, limit, torch.inf)
     sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=x.device)
-    for before, seen_there, *limits in chunks(split, after, *(() if limit is None else (limit,))):
-        sums += _sums(before, seen_there, limits[0] if limits else None, factor)
+    for before, there, most in chunks(split, after, limit):
+        sums += _sums(before, there, most, factor)
     sums[1:3] -= split.numel() - x.numel()  # zeros that pad a ragged edge
     scales = factor.new_ones(1) if scale is None or not scale.numel() else scale
     low, high = (torch.where(scales.isfinite(), scales, end) for end in (torch.inf, -torch.inf))
     elements = torch.full((1,), x.numel(), dtype=torch.float64, device=x.device)
     extremes = torch.stack([factor, *ends, low.amin(), high.amax()]).double()
     bins = torch.zeros(WIDTH, dtype=torch.float64, device=x.device)
-    if grid is not None and largest < _WIDE:
+    if grid is not None and largest < math.inf:
         bins = _histogram(split, after, scale, grid)
     return torch.cat([elements, extremes, sums, _binades(amax, exponent), bins])
 
 
-def _sums(x: torch.Tensor, y: torch.Tensor, limit: torch.Tensor | None, factor: torch.Tensor) -> torch.Tensor:
-    """The sums of one chunk, float64, in the order of `_SUMS`."""
+def _sums(x: torch.Tensor, y: torch.Tensor, limit: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """The sums of one chunk, float64, in the order of `_SUMS`; `limit` is the largest value of an element."""
     x, y = x.float(), y.float()
     scaled = x * factor
     e = (y * factor).sub_(scaled)
@@ -186,10 +185,8 @@ def _sums(x: torch.Tensor, y: torch.Tensor, limit: torch.Tensor | None, factor: 
         nonfinite = torch.count_nonzero(~is_finite)
         x, y, scaled, e = (torch.where(is_finite, t, 0.0) for t in (x, y, scaled, e))
     zeros, zeros_before = (t.numel() - torch.count_nonzero(t) for t in (y, x))
-    at_largest = clipped = torch.zeros_like(nonfinite)
-    if limit is not None:
-        at_largest = torch.count_nonzero(y.abs() >= limit * (1 - _SLACK))
-        clipped = torch.count_nonzero(x.abs() > limit * (1 + _SLACK))
+    at_largest = torch.count_nonzero(y.abs() >= limit * (1 - _SLACK))
+    clipped = torch.count_nonzero(x.abs() > limit * (1 + _SLACK))
     counts = torch.stack([nonfinite, zeros, zeros_before, at_largest, clipped])
     sums = torch.stack([e.sum(), (e * e).sum(), (scaled * scaled).sum()])
     return torch.cat([counts.double(), sums.double()])

@@ -18,6 +18,7 @@ for an optimizer is changed by this package's alone, and any other write to it i
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -69,7 +70,7 @@ class NarrowTensor(Proxy):
         cls, like: torch.Tensor, record: ParamState, dtype: torch.dtype, views: tuple[View, ...] = ()
     ) -> "NarrowTensor":
         """Make a tensor with the shape, strides and device of `like`, with the values of a record."""
-        self = wrapper_subclass(cls, like.shape, like.stride(), dtype, record.device)
+        self = wrapper_subclass(cls, like.shape, like.stride(), dtype, record.require_weight().device)
         self.narrowgauge, self.views = record, views
         return self
 
@@ -118,9 +119,10 @@ class NarrowTensor(Proxy):
 
     def data_ptr(self) -> Any:
         """Refuse an address, and a storage: the values lie nowhere in memory."""
+        name = self.narrowgauge.require_weight().cast.name
         raise UserError(
-            f"a weight that is kept as {self.narrowgauge.cast.name!r} has no memory with its values: take a "
-            "copy, weight.detach().clone(), or the model's state_dict()"
+            f"a weight that is kept as {name!r} has no memory with its values: take a copy, "
+            "weight.detach().clone(), or the model's state_dict()"
         )
 
     storage = data_ptr
@@ -205,7 +207,7 @@ class NarrowTensor(Proxy):
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         """The values, and the cast that stores them."""
         shown = f"shape={tuple(self.shape)}" if self.is_meta else repr(self.detach().clone())
-        return f"NarrowTensor({shown}, cast={self.narrowgauge.cast.name!r})"
+        return f"NarrowTensor({shown}, cast={self.narrowgauge.require_weight().cast.name!r})"
 
 
 def make_narrow(p: torch.Tensor, record: ParamState) -> None:
@@ -247,18 +249,17 @@ def _view(x: NarrowTensor, func: Any, args: Sequence[Any], kwargs: dict[str, Any
     shape = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
     result = func(shape, *args, **kwargs)
     record, dtype, views = x.narrowgauge, x.dtype, x.views
-    name = operation_name(func)
-    if name in ("detach", "alias", "lift_fresh"):
+    if operation_name(func) in ("detach", "alias", "lift_fresh"):
         return NarrowTensor(x, record, dtype, views)
+
+    def view(base: torch.Tensor) -> Any:
+        return func(base, *args, **kwargs)
+
     if isinstance(result, torch.Tensor):
         if views and isinstance(views[-1], _Padding) and result.shape == record.require_weight().shape:
             return NarrowTensor(result, record, dtype, views[:-1])
-        return NarrowTensor(result, record, dtype, (*views, lambda base: func(base, *args, **kwargs)))
-
-    def nth(i: int) -> View:
-        return lambda base: func(base, *args, **kwargs)[i]
-
-    return [NarrowTensor(each, record, dtype, (*views, nth(i))) for i, each in enumerate(result)]
+        return NarrowTensor(result, record, dtype, (*views, view))
+    return [NarrowTensor(each, record, dtype, (*views, view, itemgetter(i))) for i, each in enumerate(result)]
 
 
 @dataclass(frozen=True)
@@ -337,7 +338,7 @@ def _require_writable(record: ParamState, operation: str) -> None:
 
     An update rounded to nearest is often lost, and two in a row (decay, then step) are rounded twice.
     """
-    weight = f"change a weight that is kept as {record.cast.name!r}"
+    weight = f"change a weight that is kept as {record.require_weight().cast.name!r}"
     if record.is_traced:
         raise UserError(
             f"{operation} in compiled code cannot {weight}, because compiled code does not know its master: "

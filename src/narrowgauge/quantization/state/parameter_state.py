@@ -77,16 +77,6 @@ class ParamState:
     is_traced: bool = False
 
     @property
-    def device(self) -> torch.device:
-        """The device of the weight."""
-        return self.require_weight().device
-
-    @property
-    def cast(self) -> Cast:
-        """The cast of the weight."""
-        return self.require_weight().cast
-
-    @property
     def has_gradient(self) -> bool:
         """Whether a gradient in a cast, or that of a shard, waits for an optimizer."""
         if self.gradient is None:
@@ -132,11 +122,12 @@ class ParamState:
 
         Processes with shards of one scale all write, or none does.
         """
-        weight, x = self.require_weight(), x.to(self.device).float()
+        weight = self.require_weight()
+        x = x.to(weight.device).float()
         is_other = x.is_meta or not torch.allclose(weight.read(), x, rtol=0, atol=0, equal_nan=True)
         if weight.shares_scale and not x.is_meta:
             assert weight.shard is not None
-            flag = torch.tensor(float(is_other), device=self.device)
+            flag = torch.tensor(float(is_other), device=weight.device)
             is_other = bool(all_reduce_max(flag, weight.shard.groups))
         if is_other:
             self.write(x)
