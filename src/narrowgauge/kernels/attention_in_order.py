@@ -30,23 +30,12 @@ import torch
 from torch import Tensor
 
 from narrowgauge.kernels.dispatch import is_traced
+from narrowgauge.quantization.passes.build import struct
 from narrowgauge.quantization.passes.in_c import c_library, call
 from narrowgauge.system.second_derivative import FirstOrderFunction
 
 LANES = 16  # of a sum over a row, and the unit of head_dim
 _LOWEST = -87.0  # below it e^x counts as zero
-_INPUTS, _OUTPUTS = ("q", "k", "v", "out", "grad"), ("y", "dq", "dk", "dv")
-
-
-class _Call(ctypes.Structure):
-    """The struct `Attention` of `attention.c`, field by field."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in (*_INPUTS, *_OUTPUTS, "stats")),
-        *((name, ctypes.c_int64) for name in ("batch", "heads", "kv_heads", "tokens", "dim")),
-        *((f"{name}_strides", ctypes.c_int64 * 3) for name in (*_INPUTS, *_OUTPUTS)),
-        ("scale", ctypes.c_float),
-    ]
 
 
 def supports(q_BNTH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask: Tensor | None = None) -> bool:
@@ -134,7 +123,7 @@ def _call(name: str, tensors: dict[str, Tensor], stats_BNT2: Tensor) -> None:
     """Call a function of `attention.c`; threads share the key-value heads."""
     B, N, T, H = tensors["q"].shape
     kv_heads = tensors["k"].shape[1]
-    one = _Call(batch=B, heads=N, kv_heads=kv_heads, tokens=T, dim=H, scale=H**-0.5)
+    one = struct("Attention")(batch=B, heads=N, kv_heads=kv_heads, tokens=T, dim=H, scale=H**-0.5)
     one.stats = stats_BNT2.data_ptr()
     kept = []
     for name_of, x in tensors.items():

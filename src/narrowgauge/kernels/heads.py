@@ -48,6 +48,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.kernels.dispatch import in_rows, use_kernels
+from narrowgauge.quantization.passes.build import struct
 from narrowgauge.quantization.passes.in_c import call, computes_layer
 from narrowgauge.system.devices import is_shape_only
 from narrowgauge.system.second_derivative import FirstOrderFunction
@@ -167,18 +168,6 @@ def _heads_of(x_BTC: Tensor, heads_NKK: Sequence[int], head_dim: int) -> list[Te
     return [h.transpose(1, 2) for h in x_BTC.unflatten(-1, (-1, head_dim)).split(list(heads_NKK), dim=2)]
 
 
-class _Call(ctypes.Structure):
-    """The struct `Rotary` of `layers.c`, field by field."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("x", "out", "cos", "sin")),
-        *((name, ctypes.c_int64) for name in ("heads", "tokens", "half")),
-        *((name, ctypes.c_int64 * 3) for name in ("x_strides", "out_strides")),
-        ("table_strides", ctypes.c_int64 * 2),
-        ("is_back", ctypes.c_int32),
-    ]
-
-
 def _is_for_c(x: Tensor, table: Tensor) -> bool:
     """Whether C rotates heads on a CPU; it has the bits of `reference` and of its derivative."""
     return (x.dtype, table.dtype) == (torch.bfloat16, torch.float32) and computes_layer(x, table)
@@ -192,7 +181,7 @@ def _rotate_in_c(x_BNTH: Tensor, table: Tensor, is_back: bool, out_BNTH: Tensor 
     if is_shape_only(x_BNTH):
         return out_BNTH
     cos, sin = in_rows(table).unbind()
-    one = _Call(heads=N, tokens=T, half=H // 2, is_back=is_back)
+    one = struct("Rotary")(heads=N, tokens=T, half=H // 2, is_back=is_back)
     for name, x in (("x", x_BNTH), ("out", out_BNTH)):
         setattr(one, name, x.data_ptr())
         setattr(one, f"{name}_strides", (ctypes.c_int64 * 3)(*x.stride()[:3]))

@@ -33,13 +33,13 @@ own order. Bytes per element, without torch's sums: 20 forward, plain 40; 34 bac
 Legend: M tokens (all axes but the last), D dim.
 """
 
-import ctypes
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from narrowgauge.kernels.dispatch import use_kernels
+from narrowgauge.quantization.passes.build import struct
 from narrowgauge.quantization.passes.in_c import call, computes_layer
 from narrowgauge.system.devices import is_shape_only
 from narrowgauge.system.second_derivative import FirstOrderFunction
@@ -147,16 +147,6 @@ class _AddNormInC(FirstOrderFunction):
         return dx, ddelta, dweight_D, None
 
 
-class _Call(ctypes.Structure):
-    """The struct `Norm` of `layers.c`, field by field."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("x", "weight", "scale", "slope", "above", "delta", "dy")),
-        *((name, ctypes.c_void_p) for name in ("stream", "first", "second", "y")),
-        ("dim", ctypes.c_int64),
-    ]
-
-
 def _is_for_c(x: Tensor, delta: Tensor | None, weight_D: Tensor, kind: str, out_dtype: torch.dtype) -> bool:
     """Whether C computes a norm on a CPU; it has the bits of `reference` and of its derivative."""
     narrow = {out_dtype, torch.bfloat16 if delta is None else delta.dtype}
@@ -170,4 +160,4 @@ def _pass(name: str, like: Tensor, **tensors: Tensor | None) -> None:
         return
     pointers = {key: None if x is None else x.data_ptr() for key, x in tensors.items()}
     rows = like.numel() // like.shape[-1]
-    call(name, _Call(dim=like.shape[-1], **pointers), rows, like.numel())
+    call(name, struct("Norm")(dim=like.shape[-1], **pointers), rows, like.numel())
