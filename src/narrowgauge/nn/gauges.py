@@ -16,7 +16,7 @@ Readings stay on the device as small vectors until `lines`, which syncs once for
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -35,6 +35,7 @@ from narrowgauge.quantization.gauges.figures import (
     gauge_product,
     gauge_state,
 )
+from narrowgauge.recipes.places import STATE_PLACES
 
 DIGITS = 6  # significant digits written
 Key = tuple[str, str]  # the layer and the place that a gauge reads
@@ -85,7 +86,7 @@ class Gauges:
         """Attach the gauges to what this micro-batch should show."""
         for name, layer in self.layers.items():
             layer.observer = LayerGauge(name, self) if is_first else None
-        self._attach(lambda place: is_last and place == "grad")
+        self._attach(("grad",) if is_last else ())
 
     def after_backward(self) -> None:
         """Detach the gauges from layers, read plain gradients, and observe the update's writes."""
@@ -93,11 +94,11 @@ class Gauges:
         for (layer, _), tensor in self.state.items():
             if isinstance(tensor, torch.Tensor) and (gradient := plain_gradient(tensor)) is not None:
                 self._observe((layer, "grad"), gradient)
-        self._attach(lambda place: place != "grad")
+        self._attach({*STATE_PLACES} - {"grad"})
 
     def after_step(self) -> None:
         """Detach all gauges, and read the state that was updated in place."""
-        self.detach()
+        self._attach(())
         for key, tensor in self.state.items():
             if isinstance(tensor, torch.Tensor):
                 self._observe(key, tensor.detach())
@@ -115,14 +116,11 @@ class Gauges:
             for key, values in (readings | products).items()
         ]
 
-    def detach(self) -> None:
-        """Detach all gauges of state."""
-        self._attach(lambda place: False)
-
-    def _attach(self, is_wanted: Callable[[str], bool]) -> None:
+    def _attach(self, places: Collection[str]) -> None:
+        """Let writes to the state of some places be seen, and to no other."""
         for key, tensor in self.state.items():
             if isinstance(tensor, QuantizedState):
-                tensor.gauge = partial(self._observe, key) if is_wanted(key[1]) else None
+                tensor.gauge = partial(self._observe, key) if key[1] in places else None
 
     def _observe(self, key: Key, x: torch.Tensor, stored: QuantizedState | None = None) -> None:
         """Read a tensor, and what has been stored of it in a cast; only the first time counts."""

@@ -24,9 +24,8 @@ from narrowgauge.kernels.cast import attached_amax
 from narrowgauge.nn.gemm import NATIVE
 from narrowgauge.nn.histories import History, history_of
 from narrowgauge.nn.linear_function import autocast_disabled, linear_function
-from narrowgauge.nn.operands import DTYPES, LayerSpec, Operands, weight_values
+from narrowgauge.nn.operands import DTYPES, LayerSpec, LinearShards, Operands, weight_values
 from narrowgauge.nn.self_test import verified_backend
-from narrowgauge.nn.shards import LinearShards
 from narrowgauge.nn.step_state import Conversion, Stepped
 from narrowgauge.nn.weight import Accumulation, WeightGather, bind, make_weight_state, send_masters
 from narrowgauge.quantization import (

@@ -14,6 +14,15 @@ It also holds what the layer keeps of its input for the backward pass, the place
                If wgrad sees the same values (one scale per tensor), nothing else changes; otherwise its
                operand is quantized from these values, a second time
     a cast     the same, in another format than fprop.x's
+
+Where several processes compute a layer together, `LinearShards` says which part this one computes, so that
+blocks, scales and random bits are laid out on the global tensors:
+
+    tokens     some tokens of every sequence (sequence and context parallel)
+    inputs     some columns of the weight: matmuls give partial sums (row-wise tensor parallel)
+    outputs    some rows of the weight (column-wise tensor parallel)
+
+Two functions exchange tokens and sums with the other processes; they are in the room `distributed`.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,6 +31,7 @@ from fractions import Fraction
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 from narrowgauge.formats import RandomStream, codes_of, pack, torch_dtype, unpack
 from narrowgauge.kernels import emulate, quantize
@@ -47,7 +57,9 @@ from narrowgauge.quantization import (
     ParamState,
     QTensor,
     QuantContext,
+    ShardAxis,
     TensorShard,
+    full_axis,
     local_channels,
 )
 from narrowgauge.quantization import cast as named_cast
@@ -63,6 +75,7 @@ _SMALL_WEIGHT = 10**7
 _WIDE = {dtype: named_cast(name) for name, dtype in DTYPES.items()}
 WIDE = "wide"  # the form of an operand that is the tensor itself, in the dtype of the matmul
 OBSERVED = 64  # rows of a matmul that an observer recomputes in float32
+Exchange = Callable[[torch.Tensor], torch.Tensor]
 
 
 def evenly(t: torch.Tensor) -> torch.Tensor:
@@ -90,6 +103,55 @@ class Observer(Protocol):
 
     def product(self, place: str, c_MN: torch.Tensor, a_RK: torch.Tensor, b_NK: torch.Tensor) -> None:
         """Observe a result and its operands in high precision; R is M, or the rows that `evenly` picks."""
+
+
+@dataclass(frozen=True)
+class EqualShare:
+    """One of `count` equal shares of what processes hold: of each sequence's tokens, or of all heads."""
+
+    index: int = 0
+    count: int = 1
+    groups: tuple[dist.ProcessGroup, ...] = ()  # the process groups that hold the other shares
+
+    def axis(self, samples: int, local: int) -> ShardAxis:
+        """The axis of the tokens of `samples` concatenated sequences; `local` of each are on this rank."""
+        length = local * self.count
+        segments = tuple((b * length + self.index * local, local) for b in range(samples))
+        return ShardAxis(samples * length, segments, self.groups)
+
+
+@dataclass(frozen=True)
+class LinearShards:
+    """The sharding of one layer; None for a dimension that is not sharded.
+
+    An expert computes tokens of the sequences of `pool` processes. Their n-th micro-batches are concatenated
+    into one, so that its random bits are those of one process with `pool` times as many sequences in each.
+    """
+
+    tokens: EqualShare | None = None  # the shard of the tokens
+    inputs: ShardAxis | None = None  # the shard of the weight's columns
+    outputs: ShardAxis | None = None  # the shard of the weight's rows
+    before: Exchange | None = None  # computes the input of the matmuls from the layer's input
+    after: Exchange | None = None  # computes the layer's output, still without bias, from the matmul's result
+    pool: int = 1  # the processes of whose sequences the layer computes tokens
+    #: The first of their sequences in a pass, less `pool` times the first of this process's
+    pool_offset: int = 0
+    is_whole: bool = field(init=False, compare=False)  # whether this process computes the layer alone
+
+    def __post_init__(self) -> None:
+        parts = (self.tokens, self.inputs, self.outputs, self.before, self.after)
+        # Not computed at first use, which compiled code would take for a change of the layer.
+        object.__setattr__(self, "is_whole", self.pool == 1 and all(part is None for part in parts))
+
+    def tensor_shards(self, samples: int, m: int, n: int, k: int) -> dict[str, TensorShard]:
+        """The shards of x (M, K), w (N, K) and dy (M, N), M tokens of `samples` sequences; full ones are left
+        out."""
+        if self.tokens is None and self.inputs is None and self.outputs is None:
+            return {}
+        M = full_axis(m) if self.tokens is None else self.tokens.axis(samples, m // samples)
+        N, K = self.outputs or full_axis(n), self.inputs or full_axis(k)
+        shards = {"x": TensorShard((M, K)), "w": TensorShard((N, K)), "dy": TensorShard((M, N))}
+        return {name: shard for name, shard in shards.items() if not shard.is_full}
 
 
 @dataclass(slots=True, eq=False)

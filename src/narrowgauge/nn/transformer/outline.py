@@ -64,7 +64,7 @@ def outline_of(model: torch.nn.Module, untouched: Container[str] = ()) -> Outlin
         untouched: The names of linear layers that no recipe may replace.
     """
     layers = linear_layers(model)
-    blocks = _block_names(model)
+    blocks = next(filter(None, (_outermost(model, "", kind) for kind in (1, 2, 3))), [])
     number_of = {block: number for number, block in enumerate(blocks)}
 
     def named(name: str) -> tuple[str, int | None]:
@@ -118,11 +118,6 @@ def _shape(layer: torch.nn.Module) -> tuple[int, int]:
         return layer.out_features, layer.in_features
     inputs, outputs = layer.get_parameter("weight").shape
     return outputs, inputs
-
-
-def _block_names(model: torch.nn.Module) -> list[str]:
-    """The names of a model's repeated blocks, in order."""
-    return next(filter(None, (_outermost(model, "", kind) for kind in (1, 2, 3))), [])
 
 
 def _block_number(name: str, number_of: Mapping[str, int]) -> int | None:
@@ -217,32 +212,29 @@ class MatmulWeight(NamedTuple):
     why: str
 
 
-def untouched_layers(layers: Mapping[str, torch.nn.Module], also: Kinds = ()) -> list[str]:
-    """The names of the linear layers that stay as they are; refuses those that a recipe would break."""
-    found = []
-    for name, layer in layers.items():
-        if "forward" in vars(layer) and isinstance(layer, Linear):
-            raise UserError(
-                f"the forward pass of layer {name!r} was replaced after its conversion, and another "
-                "conversion would drop what it does: take it off first (del layer.forward)"
-            )
-        if why_left(layer, also):
-            found.append(name)
-            continue
-        if not isinstance(layer.weight, torch.nn.Parameter):
-            raise UserError(
-                f"the weight of {name or 'the model'} is not a parameter but computed from others, which a "
-                "recipe cannot see; take the parametrization off first (torch.nn.utils.parametrize)"
-            )
-        tensors = {n.partition(".")[0] for n, _ in (*layer.named_parameters(), *layer.named_buffers())}
-        own = sorted(tensors - {"weight", "bias"})
-        if (own or is_lazy(layer.weight)) and not isinstance(layer, Linear):
-            has = f"also has {own[0]!r}" if own else "has no values yet"
-            raise UserError(
-                f"layer {name!r} is a {type(layer).__name__} that {has}, which a recipe would leave behind: "
-                "convert the model while it is a torch.nn.Linear with values, and put adapters on afterwards"
-            )
-    return found
+def stays(name: str, layer: torch.nn.Module, also: Kinds = ()) -> bool:
+    """Whether a linear layer stays as it is; refuses one that a recipe would break."""
+    if "forward" in vars(layer) and isinstance(layer, Linear):
+        raise UserError(
+            f"the forward pass of layer {name!r} was replaced after its conversion, and another conversion "
+            "would drop what it does: take it off first (del layer.forward)"
+        )
+    if why_left(layer, also):
+        return True
+    if not isinstance(layer.weight, torch.nn.Parameter):
+        raise UserError(
+            f"the weight of {name or 'the model'} is not a parameter but computed from others, which a "
+            "recipe cannot see; take the parametrization off first (torch.nn.utils.parametrize)"
+        )
+    tensors = {n.partition(".")[0] for n, _ in (*layer.named_parameters(), *layer.named_buffers())}
+    own = sorted(tensors - {"weight", "bias"})
+    if (own or is_lazy(layer.weight)) and not isinstance(layer, Linear):
+        has = f"also has {own[0]!r}" if own else "has no values yet"
+        raise UserError(
+            f"layer {name!r} is a {type(layer).__name__} that {has}, which a recipe would leave behind: "
+            "convert the model while it is a torch.nn.Linear with values, and put adapters on afterwards"
+        )
+    return False
 
 
 def why_left(layer: torch.nn.Module, also: Kinds = ()) -> str:

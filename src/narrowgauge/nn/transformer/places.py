@@ -61,8 +61,7 @@ from narrowgauge.kernels.dropout import Dropout
 from narrowgauge.kernels.residual import Residual
 from narrowgauge.nn.gemm import Operand
 from narrowgauge.nn.linear_function import autocast_disabled
-from narrowgauge.nn.operands import Observation, Observer
-from narrowgauge.nn.shards import EqualShare
+from narrowgauge.nn.operands import EqualShare, Observation, Observer
 from narrowgauge.nn.step_state import Stepped
 from narrowgauge.quantization import Cast, QuantContext, TensorShard, full_axis
 from narrowgauge.quantization.quantize import emulate_in_context

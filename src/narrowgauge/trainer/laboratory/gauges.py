@@ -175,7 +175,6 @@ class GaugeSession:
             handle.remove()
         if (reader := self._reader) is not None:
             reader.begin_micro_batch(is_first=False, is_last=False)
-            reader.detach()
             if kind is None and reader.vectors:  # passes without an update are a reading as well
                 self._keep(reader)
         self._reader = None
