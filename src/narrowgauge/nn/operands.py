@@ -33,7 +33,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from narrowgauge.formats import RandomStream, codes_of, pack, torch_dtype, unpack
+from narrowgauge.formats import RandomStream, unpack
 from narrowgauge.kernels import emulate, quantize
 from narrowgauge.kernels.cast import emulate_rows, random_signs
 from narrowgauge.kernels.gradient_sum import through_rounding
@@ -64,7 +64,6 @@ from narrowgauge.quantization import (
 )
 from narrowgauge.quantization import cast as named_cast
 from narrowgauge.quantization.passes.implementations import ROW_PLACES, rows_gap
-from narrowgauge.quantization.passes.in_c import decoded, has_library
 from narrowgauge.recipes.places import CHOOSES, GEMM_PLACES, GEMMS
 from narrowgauge.recipes.recipe_rules import have_same_numbers, reuses
 from narrowgauge.system.torch_compat import is_accumulated
@@ -359,10 +358,8 @@ def keep_input(x_MK: torch.Tensor, operand: Operand, operands: Operands) -> tupl
     layer, amax = operands.layer, operands.input_amax
     saved, fprop, is_operand = layer.saved, layer.casts["fprop.x"], layer.saved == "operand"
     if layer.reuses_x:
-        if is_operand and fprop.is_scaled and fprop.block is None and operand.form == VALUES:
-            return _keep_codes(operand, fprop)
-        keeps_codes = is_operand and fprop.is_scaled and not fprop.compensate
-        if not (keeps_codes and layer.casts["wgrad.x"].of):
+        is_wider = bool(layer.casts["wgrad.x"].of) or (fprop.block is None and operand.form == VALUES)
+        if not (is_operand and fprop.is_scaled and is_wider):
             return operand.kept()
     elif saved == "input":
         return Operand(x_MK).kept()
@@ -378,22 +375,9 @@ def keep_input(x_MK: torch.Tensor, operand: Operand, operands: Operands) -> tupl
         operands.observer.operand(Observation("saved", x_MK, q.dequantize(), cast, -1, DEFAULT_CONTEXT))
     blocks, width, reuses_x = q.blocks, q.codes.shape[-1], layer.reuses_x
 
-    def restore(packed: torch.Tensor, scales: torch.Tensor, _: None, tensor_scale: torch.Tensor) -> Operand:
-        codes = unpack(packed, cast.element, width)
-        found = QTensor(codes, scales, None, tensor_scale, cast, blocks)
+    def restore(packed: torch.Tensor, scales: torch.Tensor, _: None, outer: Any) -> Operand:
+        found = QTensor(unpack(packed, cast.element, width), scales, None, outer, cast, blocks)
         return Operand(*found.operand(dtype)) if reuses_x else Operand(found.dequantize(dtype))
 
-    return (q.packed(), q.scales, None, q.tensor_scale), restore
-
-
-def _keep_codes(operand: Operand, cast: Cast) -> tuple[Tensors, Restore]:
-    """Keep an operand with one scale (`emulate`) as bytes."""
-    values, scale = operand[:2]
-    element, width, dtype = cast.element, values.shape[-1], values.dtype
-    fp8 = torch_dtype(element) if has_library(values) else None  # torch's conversion, exact and fast
-    codes = codes_of(values, element) if fp8 is None else values.to(fp8).view(torch.uint8)
-
-    def restore(packed: torch.Tensor, scale: torch.Tensor | None, *_: None) -> Operand:
-        return Operand(decoded(unpack(packed, element, width), element, dtype), scale)
-
-    return (pack(codes, element), scale, None, None), restore
+    outer = None if reuses_x and cast.block is None else q.tensor_scale  # an operand of one block has one
+    return (q.packed(), q.scales, None, outer), restore

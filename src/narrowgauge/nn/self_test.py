@@ -21,7 +21,6 @@ from narrowgauge.recipes import Backend, Recipe, choose_backend, device_facts, p
 from narrowgauge.system.errors import UserError
 
 TINY = (128, 256, 128)  # M, K, N
-_NEAREST = "nearest-even"
 
 
 def verified_backend(recipe: Recipe, device: torch.device, requested: str = "auto") -> Backend:
@@ -58,7 +57,7 @@ def product_failure(
         x_RK = torch.empty(rows, K, dtype=torch.float32, device="cpu").normal_(generator=generator)
         x_RK *= torch.arange(1, K + 1, device="cpu")
         # A GEMM does not depend on how its values were made; random bits would come from torch's generator.
-        plain = cast.having(hadamard=0, signs=(), correct="", rounding=_NEAREST, scale_rounding=_NEAREST)
+        plain = cast.to_nearest.having(hadamard=0, signs=(), correct="")
         q = quantize_in_context(x_RK.to(device), plain, -1, DEFAULT_CONTEXT)
         operands.append(quantized_operand(q, -1))
         wide.append(q.dequantize().double().cpu())

@@ -63,6 +63,7 @@ from narrowgauge.system.torch_compat import (
     attach_fsdp_extension,
     has_hooks,
     is_called_after_accumulation,
+    is_view_operation,
     local_tensor,
     version_of,
     wrapper_subclass,
@@ -70,14 +71,6 @@ from narrowgauge.system.torch_compat import (
 
 _SENT: WeakKeyDictionary[torch.nn.Module, None] = WeakKeyDictionary()  # wrappers whose masters are sent
 aten = torch.ops.aten
-_VIEWS = {
-    aten.detach.default,
-    aten.alias.default,
-    aten.view.default,
-    aten.t.default,
-    aten.permute.default,
-    aten.transpose.int,
-}
 
 
 class GatheredWeight(Proxy):
@@ -139,10 +132,10 @@ class GatheredWeight(Proxy):
             if func is aten.as_strided.default:  # FSDP calls it with the weight's own shape
                 assert (tuple(args[1]), tuple(args[2])) == (first.shape, first.stride())
                 return GatheredWeight(first.numbers, first.scale, first.cast, first.is_operand)
-            if func in _VIEWS:
-                return GatheredWeight(
-                    func(first.numbers, *args[1:]), first.scale, first.cast, first.is_operand
-                )
+            if is_view_operation(func) and "dtype" not in str(func):
+                view = func(first.numbers, *args[1:], **(kwargs or {}))
+                if isinstance(view, torch.Tensor):  # `split` and the like take the values
+                    return GatheredWeight(view, first.scale, first.cast, first.is_operand)
             if func is aten._to_copy.default and first.scale is None and kwargs:
                 return func(first.numbers, *args[1:], **kwargs)
         return super().__torch_dispatch__(func, types, args, kwargs)

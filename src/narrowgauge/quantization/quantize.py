@@ -116,7 +116,7 @@ class QTensor:
         """The operand and scale that `emulate` gives."""
         dtype = operand_dtype(self.cast, dtype)
         if self.cast.block is None:
-            return decode(self.codes, self.cast.element, dtype), self.scales
+            return in_c.decoded(self.codes, self.cast.element, dtype), self.scales
         numbers = self._numbers(self.cast.has_row_scales)
         is_apart = self.cast.tensor_scale == "tensor"
         return numbers.to(dtype), self.tensor_scale if is_apart else None
