@@ -1,16 +1,18 @@
-"""Attention and the residual stream of a model under a recipe: what is replaced, when, with which digits."""
+"""Attention, the residual stream and experts of a model under a recipe: what is replaced and when."""
+
+import copy
 
 import pytest
 import torch
 
 import narrowgauge as ng
 from narrowgauge.kernels.attention import Attention
-from narrowgauge.nn import Gauges, NarrowAttention, Stepped, discard_step, set_step
+from narrowgauge.nn import DTYPES, Gauges, NarrowAttention, Stepped, discard_step, set_step
 from narrowgauge.quantization import gradient_of, make_cast
 from narrowgauge.recipes import parse_recipe, recipe, recipe_names, require_attention_shapes
 from narrowgauge.system.errors import UserError
-from narrowgauge.trainer.models import ModelConfig, Transformer, initialize
-from nn.layers import same
+from narrowgauge.trainer.models import ModelConfig, Transformer, initialize, model_config
+from nn.layers import same, transformer
 
 MODEL = {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 64, "vocab_size": 67}
 STOCHASTIC = {"cast": "mxfp4", "block": 8, "rounding": "stochastic"}
@@ -119,3 +121,80 @@ def test_gauges_read_the_places():
     assert lines["blocks.0.mlp_residual", "stream"]["sqnr_db"] > 25
     assert lines["embedding_residual", "stream"]["cast"] == "mxfp8"
     discard_step(model)
+
+
+EXPERTS = {"dim": 64, "heads": 2, "ffn_dim": 64, "vocab_size": 100, "experts": 4, "layers": 1}
+
+
+def make_experts(under, dtype=torch.float32):
+    model = transformer(under, dtype, **EXPERTS)
+    return model, model.blocks[0].experts
+
+
+def test_the_router_stays_wide_unless_a_rule_selects_it():
+    model, experts = make_experts("nvfp4")
+    assert {cast.name for cast in experts.router.spec.casts.values()} == {"bf16"}
+    again = ng.convert(model, "mxfp8").blocks[0].experts
+    assert {cast.name for cast in again.router.spec.casts.values()} == {"bf16"}
+    assert again.get_submodule("3").down.spec.casts["fprop.w"].name == "mxfp8"
+    text = ng.recipe("mxfp8").text + '\n[[rule]]\nmodules = ["router"]\nfprop.x = "e4m3"\nfprop.w = "e4m3"\n'
+    assert make_experts(parse_recipe(text, "mine"))[1].router.spec.casts["fprop.x"].name == "e4m3"
+
+
+@pytest.mark.tier("nightly", keep=("bf16", "fp8-delayed", "nvfp4", "msamp-o3", "coat"))
+@pytest.mark.parametrize("name", recipe_names())
+def test_an_expert_without_tokens_is_left_alone_and_a_copy_computes_the_same(name):
+    model, experts = make_experts(name, DTYPES[ng.recipe(name).compute])
+    model.blocks[0].mlp_norm.register_forward_hook(lambda _, __, out: (out[0], out[1].abs()))
+    with torch.no_grad():
+        experts.router.weight[3] = -10.0
+    ids = torch.randint(100, (2, 21), generator=torch.Generator().manual_seed(0))
+    unused = experts.get_submodule("3")
+    before = {n: h.tensors() for n, h in unused.down.histories.items() if not n.endswith(".w")}
+    before = {n: {k: t.clone() for k, t in of.items()} for n, of in before.items()}
+    twin = copy.deepcopy(model)
+    for step in (1, 2):
+        for m in (model, twin):
+            set_step(m, 0, step, 0, 100, 50)
+        loss = model.loss(ids, ids)
+        assert torch.equal(twin.loss(ids, ids), loss)
+    loss.backward()
+    assert experts.tokens_E.tolist()[3] == 0
+    for parameter, p in model.named_parameters():
+        gradient = gradient_of(p)
+        assert gradient is not None, parameter
+        assert gradient.isfinite().all(), parameter
+        assert gradient.any() != (".3." in parameter), parameter
+    set_step(model, 0, 3, 0, 100, 50)
+    for place, state in before.items():
+        now = unused.down.histories[place].tensors()
+        assert all(torch.equal(now[key], t) for key, t in state.items()), place
+
+
+SMALL = {"dim": 32, "layers": 1, "heads": 2, "ffn_dim": 32, "vocab_size": 64, "max_sequence_length": 16}
+ON_DEVICES = ("fp8-attention", "bf16-sr", "msamp-o2", "quartet", "tetrajet2-outliers", "fp8-delayed", "eco")
+
+
+def a_step(name, device):
+    """The weights of a model after two steps under a recipe, and their state saved and loaded."""
+    model = Transformer(model_config("debug", **SMALL, dropout=0.1), torch.bfloat16)
+    initialize(model, 0)
+    with torch.device(device):
+        m = ng.convert(model, name)
+        optimizer = ng.AdamW(m.parameters(), name, lr=1e-2)
+        ids = torch.arange(64, device="cpu").reshape(2, 2, 16)
+        for step in (1, 2):
+            ng.set_step(m, 0, step, 0, steps=4, decay=3)
+            m.loss(*ids).backward()
+            optimizer.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        ng.load_state_dict(m, optimizer, ng.state_dict(m, optimizer))
+        return [p.detach().float().clone() for p in m.parameters()]
+
+
+@pytest.mark.parametrize("kernels", ["1", "0"])
+@pytest.mark.parametrize("name", ON_DEVICES)
+def test_a_step_has_the_same_values_whatever_the_default_device(name, kernels, monkeypatch):
+    monkeypatch.setenv("NARROWGAUGE_KERNELS", kernels)
+    assert all(map(torch.equal, a_step(name, "meta"), a_step(name, "cpu")))

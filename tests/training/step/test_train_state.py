@@ -33,7 +33,7 @@ GPT2 = {"model.name": "gpt2-debug", "model.kv_heads": 2}
 EXPERTS = {"model.experts": 4, "recipe.name": "msamp-o2", "training.recompute": True}
 
 
-# nn/test_experts.py restores experts under each recipe
+# nn/test_transformer_places.py copies experts under each recipe
 @pytest.mark.parametrize(
     "changes", [GPT2, *(pytest.param(c, marks=LATER) for c in (PARTS, EXPERTS))], ids=str
 )
