@@ -101,14 +101,13 @@ def test_a_program_that_hangs_is_left():
 
 
 def test_what_torch_says_is_joined_with_what_the_driver_says():
-    described = {"maker": "nvidia", "capability": [9, 0], "architecture": "", "memory": 80 << 30}
-    card = described | {"name": "H100", "peers": [1], "uuid": "a", "used": 5}
+    card = {"name": "H100", "capability": (9, 0), "peers": (1,), "uuid": "a", "used": 5}
     told = {"torch": "2.13.0+cu130", "gpus": [card]}
-    report = parse_report(Output(0, "a warning\nnarrowgauge-doctor:" + json.dumps(told)))
+    report = parse_report(Output(0, f"a warning\nnarrowgauge-doctor:{told}"))
     (found,) = joined(report["gpus"], {"GPU-a": {"used": 7, "busy": 50, "processes": (4711,)}})
     assert (found.used, found.busy, found.processes, found.peers) == (7, 50, (4711,), (1,))
-    before = "narrowgauge-doctor:" + json.dumps({"torch": "2.13.0+cu130", "asked": False})
-    crashed = parse_report(Output(-11, before))  # the driver crashed it when torch asked for the GPUs
+    before = {"torch": "2.13.0+cu130", "asked": False}
+    crashed = parse_report(Output(-11, f"narrowgauge-doctor:{before}"))  # while torch asked for the GPUs
     assert crashed == {"torch": "2.13.0+cu130", "gpu_error": "its process was killed by SIGSEGV"}
     late = parse_report(Output(None, error="no answer in 120 s"))
     assert late == {"torch_error": "no answer in 120 s"}

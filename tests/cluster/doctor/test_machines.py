@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from narrowgauge.trainer.cluster.doctor.doctor import check
-from narrowgauge.trainer.cluster.doctor.facts import Disk, Given, Gpu, Hub
+from narrowgauge.trainer.cluster.doctor.facts import Disk, Gpu, Hub, miss
 from narrowgauge.trainer.cluster.doctor.fit import build_for
 from narrowgauge.trainer.cluster.doctor.read import read_compilers
 from support.healthy import CPU_ONLY
@@ -190,8 +190,8 @@ HOST = [
     (disk(error="Read-only file system"), "disk WARN", "--out"),
     (host(cc="", cxx="", compiler=""), "compiler WARN", "casts on a CPU take 2 to 4 times as long"),
     (host(compiler_error=f"program.cpp:1:10: fatal error: {HEADER}"), "compiler WARN", "python3-dev"),
-    (host(data=Given(name="x", error="data source 'x' does not exist")), "data MISS", "'x'"),
-    (host(tokenizer=Given(name="t", error="tokenizer file 't' is damaged")), "tokenizer MISS", "'t'"),
+    (host(data=miss("data source 'x' does not exist", "name another")), "data MISS", "'x'"),
+    (host(tokenizer=miss("tokenizer file 't' is damaged", "name another")), "tokenizer MISS", "'t'"),
 ]
 WHOLE = [(CPU_ONLY, ""), (LAPTOP, ""), (EIGHT_H100, ""), (FRONTIER, "")]
 WHOLE += [(host(**GCC), "")]  # which a CPU does not need
@@ -215,8 +215,7 @@ def test_what_is_wrong_is_found_with_a_way_out_and_nothing_else(case):
 def test_the_network_is_needed_for_the_hub_alone():
     facts = host(hub=Hub("no way to huggingface.co", "ask for a way out"))
     assert check(facts)["network"] == ("WARN", "no way to huggingface.co", "ask for a way out")
-    wanted = replace(facts, data=Given(name="a,hf:somebody/texts", found="a data set of the hub"))
-    assert check(wanted)["network"].status == "MISS"
+    assert check(replace(facts, wants_hub=True))["network"].status == "MISS"
 
 
 def test_which_build_of_torch():

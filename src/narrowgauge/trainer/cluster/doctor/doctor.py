@@ -38,8 +38,8 @@ CHECKS: dict[str, Callable[[Facts], Verdict | None]] = {
     "disk": lambda facts: host.disk(facts.disk, "go to another folder, or name one with --out"),
     "cache": lambda facts: host.disk(facts.cache, "name another folder in NARROWGAUGE_CACHE"),
     "compiler": host.compiler,
-    "data": lambda facts: host.given("data", facts.data),
-    "tokenizer": lambda facts: host.given("tokenizer", facts.tokenizer),
+    "data": lambda facts: facts.data,
+    "tokenizer": lambda facts: facts.tokenizer,
     "network": network.network,
 }
 

@@ -8,7 +8,7 @@ Sizes are in bytes and times in seconds. An unknown number is None; an unknown w
 
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -32,6 +32,7 @@ class Gpu(NamedTuple):
     busy: int | None = None  # percent of recent time in which it computed, for any process
     processes: tuple[int, ...] = ()  # ids of the processes that use it, if the driver reports them
     peers: tuple[int, ...] = ()  # the other GPUs whose memory it reaches without going through the host
+    uuid: str = ""
 
 
 class Disk(NamedTuple):
@@ -56,12 +57,12 @@ class Hub(NamedTuple):
     ahead: float | None = None  # seconds by which the hub's clock is ahead of this machine's
 
 
-class Given(NamedTuple):
-    """Data or a tokenizer that the user named: what was found, or what is wrong with it."""
+class Verdict(NamedTuple):
+    """The verdict on one item."""
 
-    name: str
-    found: str = ""
-    error: str = ""
+    status: str  # OK, WARN (works, with limits) or MISS (fails, or is silently wrong)
+    found: str  # what was found
+    fix: str = ""  # what to do about it; "" if nothing needs fixing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,8 +114,9 @@ class Facts:
     disk: Disk  # of the working directory
     cache: Disk  # of the prepared-data cache
     hub: Hub
-    data: Given | None = None
-    tokenizer: Given | None = None
+    wants_hub: bool = False  # whether the data that the user named come from the hub
+    data: Verdict | None = None  # on what the user named, by the code that `train` uses
+    tokenizer: Verdict | None = None
 
     @property
     def torch_works(self) -> bool:
@@ -123,17 +125,15 @@ class Facts:
         return has_torch and all(self.packages.values())
 
 
-class Verdict(NamedTuple):
-    """The verdict on one item."""
-
-    status: str  # OK, WARN (works, with limits) or MISS (fails, or is silently wrong)
-    found: str  # what was found
-    fix: str = ""  # what to do about it; "" if nothing needs fixing
-
-
 ok = partial(Verdict, "OK")  # needs no fix
 warn = partial(Verdict, "WARN")  # works, but slower or less than it could, or only for some verbs
 miss = partial(Verdict, "MISS")  # will fail or be silently wrong
+
+
+def verdict_of(status: Callable[..., Verdict], error: object, otherwise: str) -> Verdict:
+    """The verdict that repeats a `UserError`; its fix follows the last semicolon, else it is `otherwise`."""
+    found, _, fix = str(error).rpartition("; ")
+    return status(found or fix, fix if found else otherwise)
 
 
 def dotted(version: Version) -> str:

@@ -1,4 +1,4 @@
-"""The machine around the GPUs: processes, limits, shared memory, clock, disks, compilers and the given files.
+"""The machine around the GPUs: processes, limits, shared memory, clock, disks and compilers.
 
 The bounds are judgements; `limits.toml` gives the reason of each.
 
@@ -10,11 +10,10 @@ job.
 """
 
 import re
-from collections.abc import Callable
 
 from narrowgauge.system.errors import UserError
 from narrowgauge.system.units import human_bytes
-from narrowgauge.trainer.cluster.doctor.facts import LIMITS, Disk, Facts, Given, Verdict, miss, ok, warn
+from narrowgauge.trainer.cluster.doctor.facts import LIMITS, Disk, Facts, Verdict, miss, ok, verdict_of, warn
 from narrowgauge.trainer.distributed import NotStartedBySrun, World, world_from
 
 
@@ -24,13 +23,7 @@ def _world(facts: Facts, gpus: int = 0) -> World | Verdict:
         return world_from(facts.environment, gpus)
     except UserError as error:
         status = warn if isinstance(error, NotStartedBySrun) and not gpus else miss
-        return _of_error(status, error, "start the processes with torchrun, and leave the variables to it")
-
-
-def _of_error(status: Callable[..., Verdict], error: object, otherwise: str) -> Verdict:
-    """The verdict that repeats a `UserError`; its fix follows the last semicolon, else it is `otherwise`."""
-    found, _, fix = str(error).rpartition("; ")
-    return status(found or fix, fix if found else otherwise)
+        return verdict_of(status, error, "start the processes with torchrun, and leave the variables to it")
 
 
 def launcher(facts: Facts) -> Verdict:
@@ -214,12 +207,3 @@ def compiler(facts: Facts) -> Verdict:
             how = "install torch's ROCm build again, which brings its own Triton, not the package `triton`"
         return warn(f"{found}, no Triton", f"{how}: kernels and training.compile need it on a GPU")
     return ok(found)
-
-
-def given(name: str, given: Given | None) -> Verdict | None:
-    """The verdict on the given data or tokenizer, if one was given."""
-    if given is None:
-        return None
-    if given.error:
-        return _of_error(miss, given.error, f"name another with --{name}")
-    return ok(f"{given.name}: {given.found}")

@@ -156,5 +156,4 @@ def network(facts: Facts) -> Verdict:
     found, fix, _ = facts.hub
     if not fix:
         return ok(found)
-    sources = facts.data.name.split(",") if facts.data else []
-    return (miss if any(name.strip().startswith("hf:") for name in sources) else warn)(found, fix)
+    return (miss if facts.wants_hub else warn)(found, fix)

@@ -32,11 +32,14 @@ from narrowgauge.trainer.cluster.doctor.facts import (
     LIMITS,
     Disk,
     Facts,
-    Given,
     Gpu,
+    Verdict,
     Version,
     folder_of,
+    miss,
+    ok,
     release,
+    verdict_of,
 )
 from narrowgauge.trainer.cluster.doctor.network import ask_hub
 from narrowgauge.trainer.cluster.doctor.torch_setup import ask_torch, build_of
@@ -84,7 +87,13 @@ def read_facts(data: str | None = None, tokenizer: str | None = None) -> Facts:
         cache=read_disk(cache_directory()),
         hub=ask_hub(),
     )
-    return replace(facts, data=_given(facts, "data", data), tokenizer=_given(facts, "tokenizer", tokenizer))
+    sources = (data or "").split(",")
+    return replace(
+        facts,
+        wants_hub=any(name.strip().startswith("hf:") for name in sources),
+        data=_given("data", data, facts.torch_works),
+        tokenizer=_given("tokenizer", tokenizer, facts.torch_works),
+    )
 
 
 def _text_of(path: str | Path) -> str:
@@ -206,12 +215,7 @@ def _amd_gpus() -> int:
 
 def joined(gpus: Sequence[Mapping[str, Any]], uses: Uses) -> tuple[Gpu, ...]:
     """The GPUs that torch described (`ask_torch`), completed with the driver's figures."""
-    found = []
-    for facts in gpus:
-        lists = {name: tuple(facts[name]) for name in ("capability", "peers")}
-        known = {**facts, **lists, **uses.get(f"GPU-{facts['uuid']}", {})}
-        found.append(Gpu(**{name: value for name, value in known.items() if name != "uuid"}))
-    return tuple(found)
+    return tuple(Gpu(**{**gpu, **uses.get(f"GPU-{gpu['uuid']}", {})}) for gpu in gpus)
 
 
 def _cores() -> int:
@@ -312,16 +316,16 @@ def _compile(cxx: str) -> str:
     return (lines or [made.error or "it failed"])[0].replace(f"{folder}/", "")[:200]
 
 
-def _given(facts: Facts, what: str, name: str | None) -> Given | None:
-    """The facts of data or a tokenizer, found by the code that `train` uses, which needs torch."""
+def _given(what: str, name: str | None, torch_works: bool) -> Verdict | None:
+    """The verdict on data or a tokenizer that the user named; finding them needs torch."""
     if name is None:
         return None
-    if not facts.torch_works:
-        return Given(name, error=f"{name}: not looked at; fix torch and the packages first (see above)")
+    if not torch_works:
+        return miss(f"{name}: not looked at", "fix torch and the packages first (see above)")
     try:
-        return Given(name, found=_data(name) if what == "data" else _tokenizer(name))
+        return ok(f"{name}: {_data(name) if what == 'data' else _tokenizer(name)}")
     except (UserError, OSError) as error:
-        return Given(name, error=str(error))
+        return verdict_of(miss, error, f"name another with --{what}")
 
 
 def _data(name: str) -> str:

@@ -8,9 +8,9 @@ The texts of errors come from glibc's loader (`version ... not found`, `cannot o
 `undefined symbol`), of the loaders of macOS and Windows, and of Python's import system.
 """
 
-import json
 import re
 import sys
+from ast import literal_eval
 from signal import Signals
 from typing import Any
 
@@ -97,7 +97,7 @@ def ask_torch() -> dict[str, Any]:
     """What torch reports about itself and the GPUs it sees, as `Facts`, if only `torch_error`.
 
     A process imports it; a CPU build that is already imported is queried directly. `gpus` are the fields of
-    `Gpu` for each, and its `uuid`.
+    `Gpu` for each.
     """
     torch = sys.modules.get("torch")
     if torch is not None and not (torch.version.cuda or torch.version.hip):
@@ -108,10 +108,10 @@ def ask_torch() -> dict[str, Any]:
 def parse_report(output: Output) -> dict[str, Any]:
     """The report in the line that `answer` prints, or why that line is missing."""
     lines = [line for line in output.out.splitlines() if line.startswith(_MARK)]
-    report = json.loads(lines[-1].removeprefix(_MARK)) if lines else {"torch_error": _end_of(output)}
-    if not report.pop("asked", True):
-        report["gpu_error"] = _end_of(output)
-    return {name: tuple(x) if isinstance(x, list) else x for name, x in report.items()}
+    if not lines:
+        return {"torch_error": _end_of(output)}
+    report: dict[str, Any] = literal_eval(lines[-1].removeprefix(_MARK))
+    return report if report.pop("asked", True) else report | {"gpu_error": _end_of(output)}
 
 
 def _end_of(output: Output) -> str:
@@ -131,16 +131,16 @@ def answer() -> None:
         why = f"{UNKNOWN}: "
         report = _software(torch)
     except Exception as error:  # anything that a broken installation raises is a result
-        print(_MARK + json.dumps({"torch_error": why + words_of_import(error)}))
+        print(f"{_MARK}{ {'torch_error': why + words_of_import(error)}!r}")
         return
-    print(_MARK + json.dumps(report | {"asked": False}), flush=True)
+    print(f"{_MARK}{report | {'asked': False}}", flush=True)
     try:
         if report["build"] != "cpu":
             torch.cuda.init()
             report["gpus"] = [_gpu(torch, index) for index in range(torch.cuda.device_count())]
     except Exception as error:
         report["gpu_error"] = words_of_import(error)
-    print(_MARK + json.dumps(report), flush=True)
+    print(f"{_MARK}{report}", flush=True)
 
 
 def _software(torch: Any) -> dict[str, Any]:
@@ -167,7 +167,7 @@ def build_of(version: str, cuda: str, hip: str) -> dict[str, Any]:
 
 
 def _gpu(torch: Any, index: int) -> dict[str, Any]:
-    """The fields of `Gpu` and the `uuid` of one GPU."""
+    """The fields of `Gpu` for one GPU, as torch describes it."""
     others = (other for other in range(torch.cuda.device_count()) if other != index)
     properties = torch.cuda.get_device_properties(index)
     free, total = torch.cuda.mem_get_info(index)
@@ -178,7 +178,7 @@ def _gpu(torch: Any, index: int) -> dict[str, Any]:
         "capability": (0, 0) if is_amd else torch.cuda.get_device_capability(index),
         "architecture": properties.gcnArchName.partition(":")[0] if is_amd else "",
         "memory": properties.total_memory,
-        "peers": [other for other in others if torch.cuda.can_device_access_peer(index, other)],
+        "peers": tuple(other for other in others if torch.cuda.can_device_access_peer(index, other)),
         "uuid": str(getattr(properties, "uuid", "")),
         "used": total - free,
     }
