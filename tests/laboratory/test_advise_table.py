@@ -100,7 +100,7 @@ def seconds_of_a_step(config, dims, machine, counts):
     with imagine(machine.facts):
         step = estimate_step(config, dims)
     host = sum(step.memory.host.values()) if machine.device == "CPU" else 0
-    if step.memory.peak + host > machine.memory_bytes:
+    if step.memory.peak + host > machine.memory:
         return math.inf
     key = f"{config.recipe} {config.training}"
     time = estimate(config, dims, machine, step, counts.get(key))

@@ -44,7 +44,7 @@ def test_clusters_that_ship():
         cluster = load_cluster(name)
         assert cluster.title
         assert cluster.facts.maker in ("nvidia", "amd", "cpu")
-        assert cluster.memory_bytes > 1e10
+        assert cluster.memory > 1e10
         assert all(cluster.speed(kind) <= cluster.peak[kind] for kind in cluster.peak)
 
 

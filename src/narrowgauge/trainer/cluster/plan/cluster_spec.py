@@ -33,7 +33,7 @@ Without `gpu`, low-precision recipes are priced as emulated.
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator
 
@@ -45,7 +45,8 @@ from narrowgauge.trainer.cluster.data_file import Table, load_table
 from narrowgauge.trainer.cluster.plan.budget import Price, parse_price
 
 _SHIPPED = "trainer/cluster/plan/machines"
-FORMATS = ("bf16", "fp16", "fp8", "fp6", "fp4", "fp32")
+Format = Literal["bf16", "fp16", "fp8", "fp6", "fp4", "fp32"]
+FORMATS = get_args(Format)
 
 
 class MeasuredRun(Table):
@@ -54,7 +55,7 @@ class MeasuredRun(Table):
     run: str
     devices: int = Field(ge=1)
     parameters: float = Field(gt=0)
-    format: Literal["bf16", "fp16", "fp8", "fp6", "fp4", "fp32"] = "bf16"
+    format: Format = "bf16"
     tokens_per_s: float = Field(gt=0)
     at_best: float = Field(gt=0)
     source: str
@@ -71,11 +72,6 @@ def _known_device(name: str) -> str:
     return name
 
 
-def _size(text: str) -> str:
-    parse_bytes(text)
-    return text
-
-
 def _price(text: object) -> Price | None:
     return None if text == "" else parse_price("price", str(text))
 
@@ -87,33 +83,26 @@ class Cluster(Table):
     device: str = ""
     gpu: Annotated[str, AfterValidator(_known_device)] = ""
     devices_per_node: int = Field(ge=1)
-    memory: Annotated[str, AfterValidator(_size)]
+    memory: Annotated[int, BeforeValidator(lambda size: parse_bytes(str(size)))]
     memory_bandwidth: float = Field(gt=0)
     inside: float = Field(gt=0)
     between: float = Field(gt=0)
     host: float = Field(gt=0)
     price: Annotated[Price | None, BeforeValidator(_price)] = None
     vector: float = Field(0.0, ge=0)
-    peak: Mapping[str, float]
-    attainable: Mapping[str, float] = {}
+    peak: Mapping[str, Annotated[float, Field(gt=0)]]
+    attainable: Mapping[str, Annotated[float, Field(gt=0)]] = {}
     measured: tuple[MeasuredRun, ...] = ()
 
     @field_validator("peak", "attainable")
     @classmethod
     def _are_speeds(cls, speeds: Mapping[str, float], info: ValidationInfo) -> Mapping[str, float]:
-        for name, speed in speeds.items():
+        for name in speeds:
             if name not in FORMATS:
                 raise unknown("format", f"{info.field_name}.{name}", FORMATS)
-            if speed <= 0:
-                raise UserError(f"{info.field_name}.{name} is {speed}; FLOP/s are positive")
         if info.field_name == "peak" and not {"bf16", "fp32"} & speeds.keys():
             raise UserError("[peak] has neither bf16 nor fp32; one of them is what MFU refers to")
         return speeds
-
-    @property
-    def memory_bytes(self) -> int:
-        """Bytes of memory per device."""
-        return parse_bytes(self.memory)
 
     @property
     def facts(self) -> Device:

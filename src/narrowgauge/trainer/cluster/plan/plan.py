@@ -174,7 +174,7 @@ def room_of(config: Config, cluster: Cluster | None) -> Room:
     if cluster is None:
         return room_here(config, choose_device(config.training.device))
     source = cluster.device or cluster.title
-    return Room.of(config, cluster.memory_bytes, source, has_host=cluster.device != "CPU")
+    return Room.of(config, cluster.memory, source, has_host=cluster.device != "CPU")
 
 
 def _with_batch_size(config: Config, devices: int) -> tuple[Config, str]:
