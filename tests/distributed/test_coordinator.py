@@ -15,7 +15,7 @@ LONG = {"training.steps": 2000, "checkpoint.every": 10_000}
 
 
 def world(number, size, port, host="localhost"):
-    return World(number, size, number, size, 0, 1, host, port)
+    return World(number, size, number, size, host, port)
 
 
 def refusal(function, *given, **options):

@@ -11,7 +11,7 @@ from support.launch_environments import DEVICES, REFUSED, WORLDS, env
 @pytest.mark.parametrize(("text", "expected"), WORLDS)
 def test_the_place_of_a_process(text, expected):
     w = world_from(env(text), gpus=0)
-    place = (w.rank, w.size, w.local_rank, w.local_size, w.node, w.nodes)
+    place = (w.rank, w.size, w.local_rank, w.local_size)
     assert (*place, w.master_addr, w.master_port) == expected
     assert w.device == 0
 

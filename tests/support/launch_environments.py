@@ -27,25 +27,25 @@ MEET = "MASTER_ADDR=n1 MASTER_PORT=1234"
 #: As the script of `launch` has srun start a process.
 BY_SCRIPT = f"{SRUN} RANK=9 WORLD_SIZE=16 LOCAL_RANK=1 LOCAL_WORLD_SIZE=8 {MEET}"
 
-# (variables, (rank, size, local rank, local size, node, nodes, address, port) that they mean)
+# (variables, (rank, size, local rank, local size, address, port) that they mean)
 WORLDS = [
-    ("", (0, 1, 0, 1, 0, 1, "localhost", 0)),
-    (TORCHRUN, (5, 8, 1, 4, 1, 2, "n1", 1234)),
-    (f"RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 {MEET}", (1, 2, 1, 2, 0, 1, "n1", 1234)),
-    ("RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 MASTER_ADDR=n1", (1, 2, 1, 2, 0, 1, "n1", 29500)),
-    (BY_SCRIPT, (9, 16, 1, 8, 1, 2, "n1", 1234)),
+    ("", (0, 1, 0, 1, "localhost", 0)),
+    (TORCHRUN, (5, 8, 1, 4, "n1", 1234)),
+    (f"RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 {MEET}", (1, 2, 1, 2, "n1", 1234)),
+    ("RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 MASTER_ADDR=n1", (1, 2, 1, 2, "n1", 29500)),
+    (BY_SCRIPT, (9, 16, 1, 8, "n1", 1234)),
     # nodes of which srun tells the number, and sizes that differ
-    (f"{SRUN} RANK=9 WORLD_SIZE=16 LOCAL_RANK=1 {MEET}", (9, 16, 1, 8, 1, 2, "n1", 1234)),
-    (f"RANK=9 WORLD_SIZE=11 LOCAL_RANK=1 LOCAL_WORLD_SIZE=8 {MEET}", (9, 11, 1, 8, 1, 2, "n1", 1234)),
-    (f"{MPIRUN} RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 {MEET}", (3, 4, 1, 2, 1, 2, "n1", 1234)),
+    (f"{SRUN} RANK=9 WORLD_SIZE=16 LOCAL_RANK=1 {MEET}", (9, 16, 1, 8, "n1", 1234)),
+    (f"RANK=9 WORLD_SIZE=11 LOCAL_RANK=1 LOCAL_WORLD_SIZE=8 {MEET}", (9, 11, 1, 8, "n1", 1234)),
+    (f"{MPIRUN} RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 {MEET}", (3, 4, 1, 2, "n1", 1234)),
     # srun starts one torchrun a node
-    (f"{SRUN} SLURM_PROCID=1 SLURM_STEP_NUM_TASKS=2 {TORCHRUN}", (5, 8, 1, 4, 1, 2, "n1", 1234)),
+    (f"{SRUN} SLURM_PROCID=1 SLURM_STEP_NUM_TASKS=2 {TORCHRUN}", (5, 8, 1, 4, "n1", 1234)),
     # torchrun in the shell of a batch script with 16 tasks
-    (f"ENVIRONMENT=BATCH SLURM_PROCID=0 SLURM_NTASKS=16 {TORCHRUN}", (5, 8, 1, 4, 1, 2, "n1", 1234)),
+    (f"ENVIRONMENT=BATCH SLURM_PROCID=0 SLURM_NTASKS=16 {TORCHRUN}", (5, 8, 1, 4, "n1", 1234)),
     # mpirun -np 1, whose daemon srun started on each of two nodes
-    (f"{SRUN} SLURM_STEP_NUM_TASKS=2 {ALONE}", (0, 1, 0, 1, 0, 1, "localhost", 0)),
+    (f"{SRUN} SLURM_STEP_NUM_TASKS=2 {ALONE}", (0, 1, 0, 1, "localhost", 0)),
     # srun whose own PMI counts another way, and a step of one task
-    (f"{SRUN} SLURM_STEP_NUM_TASKS=1 PMI_RANK=0 PMI_SIZE=1", (0, 1, 0, 1, 0, 1, "localhost", 0)),
+    (f"{SRUN} SLURM_STEP_NUM_TASKS=1 PMI_RANK=0 PMI_SIZE=1", (0, 1, 0, 1, "localhost", 0)),
 ]
 
 # (variables that train refuses, words of its sentence)

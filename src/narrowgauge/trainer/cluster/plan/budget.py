@@ -14,10 +14,6 @@ class Price:
     amount: float
     currency: str
 
-    def times(self, count: float) -> "Price":
-        """The price times a count."""
-        return Price(self.amount * count, self.currency)
-
     def __str__(self) -> str:
         if 0 < self.amount < 0.005:
             return f"below 0.01 {self.currency}".rstrip()

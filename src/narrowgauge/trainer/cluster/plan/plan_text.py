@@ -159,7 +159,7 @@ def _time(plan: Plan, time: Estimate, tokens: int, price: Price | None) -> Table
         nodes = (_figure(cost["device-hours"] / per_node) for cost in costs)
         table.add_row(f"node-hours, of {per_node} devices", *nodes)
     if price is not None:
-        table.add_row("cost", *(str(price.times(cost["device-hours"])) for cost in costs))
+        table.add_row("cost", *(str(Price(cost["price"], price.currency)) for cost in costs))
     return table
 
 

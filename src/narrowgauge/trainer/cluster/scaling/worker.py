@@ -87,7 +87,7 @@ def _measured(
     if device.type == "cuda" and size > 1:
         device = torch.device("cuda", rank)
     use_device(device)
-    world = World(rank, size, rank, size, 0, 1, "127.0.0.1", port, device.index or 0)
+    world = World(rank, size, rank, size, "127.0.0.1", port, device.index or 0)
     joined = init_process_group(world, device, config.training.hang_timeout, environ=_STORE_IS_THERE)
     with memory_kept(device), joined as coordinator:
         dataset = open_data(config.data.source, config.data.tokenizer, config.data.weights)

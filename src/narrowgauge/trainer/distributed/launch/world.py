@@ -41,14 +41,12 @@ class NotStartedBySrun(UserError):
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """The rank of this process, its node and its device, and the address at which rank 0 listens."""
+    """The rank of this process, its device, and the address at which rank 0 listens."""
 
     rank: int
     size: int
     local_rank: int  # among the processes of this node
     local_size: int
-    node: int
-    nodes: int
     master_addr: str
     master_port: int
     device: int = 0  # index of this process's GPU, among those it sees
@@ -68,7 +66,7 @@ def world_from(environ: Mapping[str, str], gpus: int) -> World:
         raise UserError(f"{given} is set but {missing} is not; set both, or neither and start by torchrun")
     if rank is None or size is None:
         _refuse_worlds_of_one(environ)
-        return World(0, 1, 0, 1, 0, 1, "localhost", 0)
+        return World(0, 1, 0, 1, "localhost", 0)
     local_rank = _number(environ, "LOCAL_RANK")
     if local_rank is None and size > 1:
         raise UserError(
@@ -99,7 +97,7 @@ def world_from(environ: Mapping[str, str], gpus: int) -> World:
             f"MASTER_PORT is {port}, but a port is a number from 1 to 65535; correct it or unset it"
         )
     device = _device(environ, local_rank, local_size, gpus)
-    return World(rank, size, local_rank, local_size, node, nodes, address or "localhost", port, device)
+    return World(rank, size, local_rank, local_size, address or "localhost", port, device)
 
 
 def processes_started(environ: Mapping[str, str]) -> tuple[str, int]:

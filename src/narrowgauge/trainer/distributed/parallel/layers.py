@@ -92,8 +92,9 @@ def _shard_block(block: Any, model: Transformer, mesh: Mesh, tokens: EqualShare 
     if isinstance(block.attention, NarrowAttention):
         block.attention.shard = EqualShare(index, mesh.size("sequence"), mesh.groups("context", "tensor"))
     if tokens is not None:
-        block.to_heads = partial(all_to_all_heads, group=tokens.groups[0])
-        block.to_tokens = partial(all_to_all_tokens, group=tokens.groups[0])
+        there, back, group = all_to_all_heads, all_to_all_tokens, tokens.groups[0]
+        block.to_heads = partial(exchange, there=there, back=back, group=group)
+        block.to_tokens = partial(exchange, there=back, back=there, group=group)
     if mesh.size("tensor") == 1:
         for layer in block.modules():
             if isinstance(layer, Linear):
@@ -125,9 +126,11 @@ def _axis(sizes: list[int], mesh: Mesh) -> ShardAxis:
 
 def _shard_rows(layer: object, sizes: list[int], mesh: Mesh, tokens: EqualShare | None) -> None:
     assert isinstance(layer, Linear)
-    rows = _axis(sizes, mesh)
+    rows, group = _axis(sizes, mesh), mesh.group("tensor")
     layer.shards = LinearShards(
-        tokens, outputs=rows, before=partial(all_gather_tokens, group=mesh.group("tensor"))
+        tokens,
+        outputs=rows,
+        before=partial(exchange, there=all_gather_tokens, back=reduce_scatter_tokens, group=group),
     )
     layer.out_features = rows.length
     layer.weight = _empty_parameter(TensorShard((rows, full_axis(layer.in_features))))
@@ -137,9 +140,11 @@ def _shard_rows(layer: object, sizes: list[int], mesh: Mesh, tokens: EqualShare 
 
 def _shard_columns(layer: object, mesh: Mesh, tokens: EqualShare | None) -> None:
     assert isinstance(layer, Linear)
-    columns = _axis([layer.in_features], mesh)
+    columns, group = _axis([layer.in_features], mesh), mesh.group("tensor")
     layer.shards = LinearShards(
-        tokens, inputs=columns, after=partial(reduce_scatter_tokens, group=mesh.group("tensor"))
+        tokens,
+        inputs=columns,
+        after=partial(exchange, there=reduce_scatter_tokens, back=all_gather_tokens, group=group),
     )
     layer.in_features = columns.length
     layer.weight = _empty_parameter(TensorShard((full_axis(layer.out_features), columns)))
@@ -174,31 +179,13 @@ class _Exchange(FirstOrderFunction):
 
 def all_gather_tokens(x_BTD: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """[B, t, D] of each process -> [B, T, D], in the order of their ranks."""
-    return exchange(x_BTD, _all_gather, _reduce_scatter, group)
-
-
-def reduce_scatter_tokens(x_BTD: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """[B, T, D] of each process -> [B, t, D], the sum over processes for this one's tokens."""
-    return exchange(x_BTD, _reduce_scatter, _all_gather, group)
-
-
-def all_to_all_heads(x_BTNH: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """[B, t, N, H] -> [B, T, n, H]."""
-    return exchange(x_BTNH, partial(_all_to_all, 2, 1), partial(_all_to_all, 1, 2), group)
-
-
-def all_to_all_tokens(x_BTNH: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """[B, T, n, H] -> [B, t, N, H]."""
-    return exchange(x_BTNH, partial(_all_to_all, 1, 2), partial(_all_to_all, 2, 1), group)
-
-
-def _all_gather(x_BTD: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     x_TBD = x_BTD.transpose(0, 1).contiguous()
     out_TBD = all_gather_rows(x_TBD.flatten(), group).view(-1, *x_TBD.shape[1:])
     return out_TBD.transpose(0, 1).contiguous()
 
 
-def _reduce_scatter(x_BTD: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def reduce_scatter_tokens(x_BTD: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """[B, T, D] of each process -> [B, t, D], the sum over processes for this one's tokens."""
     x_TBD = x_BTD.transpose(0, 1).contiguous()
     out_TBD = reduce_scatter_rows(x_TBD.view(group.size(), -1), group).view(-1, *x_TBD.shape[1:])
     return out_TBD.transpose(0, 1).contiguous()
@@ -210,6 +197,10 @@ def _all_to_all(scatter: int, gather: int, x: torch.Tensor, group: dist.ProcessG
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
     return torch.cat(received.unbind(), gather)
+
+
+all_to_all_heads = partial(_all_to_all, 2, 1)  # [B, t, N, H] -> [B, T, n, H]
+all_to_all_tokens = partial(_all_to_all, 1, 2)  # [B, T, n, H] -> [B, t, N, H]
 
 
 def divide_experts(model: Transformer, mesh: Mesh, batch_size: int) -> None:

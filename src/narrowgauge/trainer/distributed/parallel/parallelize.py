@@ -58,7 +58,7 @@ class ModelSpec:
     model: ModelConfig
     recipe: Recipe
     seed: int  # the seed of the initial weights and of the token order
-    rounding_seed: int = -1  # the seed of stochastic rounding; -1: `seed`
+    rounding_seed: int  # the seed of stochastic rounding
     backend: str = "auto"  # whether narrow GEMMs run natively: "auto", "native" or "emulated"
     recompute: int = 0  # one block in this many recomputes its activations in the backward pass; 0: none does
     selective: bool = False  # whether those recompute only their MLP
@@ -66,11 +66,6 @@ class ModelSpec:
     z_loss: float = 0.0  # the coefficient of the z-loss; 0: none
     balance_loss: float = 0.0  # the coefficient of the experts' balance loss; 0: none
     batch_size: int = 1  # sequences of a step, by which processes number the tokens they exchange
-
-    @property
-    def seed_of_rounding(self) -> int:
-        """The seed that stochastic rounding takes."""
-        return self.seed if self.rounding_seed < 0 else self.rounding_seed
 
     def set_options(self, model: Transformer) -> None:
         """Apply to a model the options that belong neither to its dimensions nor to its recipe."""

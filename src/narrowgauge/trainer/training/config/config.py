@@ -73,7 +73,7 @@ class Config(schema.Section):
             model=model_config(**self.model.model_dump(exclude_none=True, exclude={"weights"})),
             recipe=recipe(self.recipe.name).with_places(self.recipe.places),
             seed=t.seed,
-            rounding_seed=t.rounding_seed,
+            rounding_seed=t.seed if t.rounding_seed < 0 else t.rounding_seed,
             backend=self.recipe.backend,
             recompute=t.recompute_every if t.recompute else 0,
             selective=t.recompute == "selective",

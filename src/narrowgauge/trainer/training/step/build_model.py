@@ -52,7 +52,7 @@ def build_model(spec: ModelSpec, device: torch.device) -> Transformer:
 
 def go_to(model: torch.nn.Module, config: Config, step: int, first_sample: int) -> None:
     """Set the position of a run's model (`nn.set_step`)."""
-    seed, steps = config.spec.seed_of_rounding, config.training.steps
+    seed, steps = config.spec.rounding_seed, config.training.steps
     set_step(model, seed, step, first_sample, steps, config.decay_start)
 
 
@@ -81,7 +81,7 @@ def _fill(tensors: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor]
 
 def build_optimizer(config: Config, model: torch.nn.Module) -> Optimizer:
     """The optimizer of a model before its first step."""
-    o, groups, seed = config.optimizer, _groups(config.optimizer, model), config.spec.seed_of_rounding
+    o, groups, seed = config.optimizer, _groups(config.optimizer, model), config.spec.rounding_seed
     recipe = replace(config.spec.recipe, rules=())
     rules: dict[str, Callable[..., Optimizer]] = {"adamw": AdamW, "muon": partial(Muon, momentum=o.momentum)}
     optimizer = rules[o.name](groups, recipe, betas=o.betas, eps=o.eps, seed=seed)
