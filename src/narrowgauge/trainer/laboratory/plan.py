@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from narrowgauge.trainer.cluster.plan.budget import Price
-    from narrowgauge.trainer.cluster.plan.pays import Breakeven
-    from narrowgauge.trainer.cluster.plan.plan import Plan
+    from narrowgauge.trainer.cluster.plan.plan import Breakeven, Plan
 
 _CLUSTERS = f"{', '.join(cluster_names())}, or a .toml file"
 
@@ -150,8 +149,7 @@ def plan(
     """
     from rich.console import Console
 
-    from narrowgauge.trainer.cluster.plan.pays import breakeven
-    from narrowgauge.trainer.cluster.plan.plan import make_plan
+    from narrowgauge.trainer.cluster.plan.plan import breakeven, make_plan
     from narrowgauge.trainer.training.config.config import with_published
 
     values = values_of(line, {"model": model, **sections})
