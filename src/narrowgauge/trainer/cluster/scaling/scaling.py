@@ -11,7 +11,6 @@ The mesh is that of [parallel], except for its size: `replicate` grows if it exc
 import json
 import os
 import re
-import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -132,11 +131,7 @@ def _rows(
                 )
             )
     weak = {row.processes: row for row in rows if row.mode == "weak"}
-    reduced = []
-    for size in (size for size in plans if size > 1):
-        each = [one["all_reduce"] for one in found[size]]
-        median = statistics.median(one["seconds"] for one in each)
-        reduced.append(bandwidth(each[0]["bytes"], median, size))
+    reduced = [bandwidth([one["all_reduce"] for one in found[size]], size) for size in plans if size > 1]
     return [against(row, next(r for r in rows if r.mode == row.mode), weak) for row in rows], reduced
 
 

@@ -110,8 +110,9 @@ def break_even(fewest: Row, row: Row) -> float | None:
     return max(extra, 0.0) / gain / row.processes if gain > 0 else None
 
 
-def bandwidth(size: int, seconds: float, processes: int) -> dict[str, float]:
-    """The bytes, milliseconds and bytes/s of an all-reduce."""
+def bandwidth(rounds: Sequence[Mapping[str, float]], processes: int) -> dict[str, float]:
+    """The bytes, milliseconds and bytes/s of an all-reduce, from its bytes and seconds in each round."""
+    size, seconds = rounds[0]["bytes"], statistics.median(one["seconds"] for one in rounds)
     speed = size / seconds
     speeds = {"algorithm_bandwidth": speed, "bus_bandwidth": 2 * (processes - 1) / processes * speed}
     return {"processes": processes, "bytes": size, "ms": 1000 * seconds} | speeds
