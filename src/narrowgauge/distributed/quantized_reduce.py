@@ -62,8 +62,7 @@ from narrowgauge.formats import format as format_named
 from narrowgauge.kernels.cast import amaxes_of
 from narrowgauge.nn.linear import Linear
 from narrowgauge.quantization import Cast, GradientState, PreScale, make_cast, state_of
-from narrowgauge.quantization.scales import FLOAT_MAX, fp32_scale
-from narrowgauge.quantization.state.gradient_state import applied
+from narrowgauge.quantization.scales import fp32_scale
 from narrowgauge.system.collectives import (
     Group,
     all_gather_rows,
@@ -283,10 +282,11 @@ def shared_scales(
     for i, amax in zip(scaled, amaxes, strict=True):
         cast, prescale = wires[i].cast, wires[i].prescale
         finite = amax.isfinite()
-        encode, _ = fp32_scale(torch.where(finite, amax, 0.0), cast.element, cast.power_of_two)
-        if prescale is not None:
+        if prescale is None:
+            encode, _ = fp32_scale(torch.where(finite, amax, 0.0), cast.element, cast.power_of_two)
+        else:
             prescale.begin(group.size())
-            encode = (encode * applied(prescale.tensors["mu"])).clamp(max=FLOAT_MAX)
+            encode = prescale.scale_for(amax, cast)
         scales[i] = encode, torch.where(finite, 1.0 / encode, torch.nan)
     return scales
 
@@ -323,9 +323,7 @@ def update_prescale(
             totals[:, which] = shared
     for wire, terms, sums, n in zip(wires, *totals, strict=True):
         if wire.prescale is not None:
-            share = ((terms / group.size() + sums) / n.clamp(min=1)).float()
-            overflowed = wire.prescale.tensors["overflowed"]
-            overflowed.copy_(torch.maximum(overflowed, share))
+            wire.prescale.see(((terms / group.size() + sums) / n.clamp(min=1)).float())
 
 
 def _further_groups(wires: Sequence[WireFormat], group: Group) -> list[tuple[Group, list[int]]]:
