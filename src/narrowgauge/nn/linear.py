@@ -10,7 +10,7 @@ A layer returns the dtype of its input, so that conversion changes no other part
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from fractions import Fraction
@@ -281,9 +281,9 @@ class Linear(Stepped, SeesFSDP, torch.nn.Linear):
         return has_gradient(self.weight)
 
     @property
-    def memories(self) -> Iterable[History | PreScale]:
+    def memories(self) -> list[History | PreScale]:
         """The histories, and the factor of the gradient on the wire."""
-        return [*self.histories.values(), *filter(None, [self.reduce_prescale])]
+        return super().memories + ([] if self.reduce_prescale is None else [self.reduce_prescale])
 
     def lost(self, optimizer: torch.optim.Optimizer, is_fresh: bool) -> Iterator[str]:
         """As `Stepped.lost`, with moments that the recipe stores in casts."""

@@ -10,7 +10,7 @@ Micro-batches are not optimizer steps: if a loop called `set_step` once and neve
 """
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from types import MappingProxyType
 from typing import Any
@@ -80,14 +80,14 @@ class Stepped:
     steps_unset = 0  # the optimizer steps, each after a pass, since the loop last set the step
 
     @property
-    def memories(self) -> Iterable[History | PreScale]:
+    def memories(self) -> list[History | PreScale]:
         """Everything here that a step changes when it ends."""
-        return self.histories.values()
+        return [*self.histories.values()]
 
     def start(self) -> None:
         """Go to the position before the first step."""
         is_timed = any(rule.is_timed for rule in self.recipe.rules)
-        self.follows_step = self.is_random or any(True for _ in self.memories) or is_timed
+        self.follows_step = self.is_random or bool(self.memories) or is_timed
         self._set_keys(0, 0, 0)
 
     def join(self, conversion: Conversion, full_name: str) -> None:
