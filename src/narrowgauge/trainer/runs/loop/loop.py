@@ -34,7 +34,7 @@ from narrowgauge.trainer.distributed import START, Coordinator, StoppedByPeer, i
 from narrowgauge.trainer.models import Transformer, generate
 from narrowgauge.trainer.runs.loop.recovery import record_raises, recover
 from narrowgauge.trainer.runs.loop.resolve import Run, open_checked_data, out_of_memory_message, resolve
-from narrowgauge.trainer.runs.loop.run_context import Checkpointer, RunContext, now
+from narrowgauge.trainer.runs.loop.run_context import RunContext, now
 from narrowgauge.trainer.runs.loop.validation import validation_loss
 from narrowgauge.trainer.runs.monitor import machine
 from narrowgauge.trainer.runs.monitor.loggers import SINKS, Loggers
@@ -135,20 +135,18 @@ def _train(
     values = config.model_dump(mode="json")
     sinks = Loggers({name: partial(SINKS[name], path, values) for name in config.log.sinks}, display.log)
     directory = (RunWriter if coordinator.rank == 0 else NullRunWriter)(path, display.log, sinks=sinks)
-    checkpointer = Checkpointer(directory, display.log, coordinator, config.checkpoint.asynchronous)
+    context = RunContext(resolved, dataset, directory, display, coordinator, profile)
     coordinator.record_failures_in(path, lambda cause: RunDirectory(path).set_status("failed", cause))
     try:
         with coordinator.first_failure():
             requests.nothing_to_save()
-            run_id = ""
             if coordinator.rank == 0:
-                run_id = directory.run_id(dataset.digest)
+                context.run_id = directory.run_id(dataset.digest)
                 dataset.tokenizer.save(directory.tokenizer)
                 if weights := config.model.weights:  # for a later export
                     directory.keep_special_tokens(RunDirectory(Path(weights)).special_tokens())
-            arithmetic = choose_arithmetic(config, directory.lines, device, coordinator, display.log)
-            run_id, live = coordinator.broadcast(run_id), (directory, display, coordinator, checkpointer)
-            context = RunContext(resolved, dataset, *live, run_id, profile, arithmetic)
+            context.arithmetic = choose_arithmetic(config, directory.lines, device, coordinator, display.log)
+            context.run_id = coordinator.broadcast(context.run_id)
             trainer = start_or_resume(context, changes, Mesh(resolved.parallel_dims, device))
             train(context, trainer, requests)
             finish(context, trainer)
@@ -170,7 +168,7 @@ def _train(
     finally:
         profile.close()
         try:  # last: peers learn why this rank ended before it waits for a disk or a network
-            checkpointer.end()
+            context.end()
         finally:
             sinks.close()
 
@@ -238,13 +236,13 @@ def _steps(context: RunContext, trainer: Trainer, batches: Loader, requests: Req
         directory.record(line)
         context.display.step(line)
         if trainer.verdict.action in ("rollback", "raise"):
-            context.checkpointer.settle()  # the rollback target may still be pending
+            context.settle()  # the rollback target may still be pending
         if recover(context, trainer, line["loss"], line["grad_norm"]):
             return
         if (check := config.guard.check_every) and trainer.step % check == 0:
             trainer.check_replicas()
         if is_last or shared["late"] or asked or trainer.step % config.checkpoint.every == 0:
-            context.checkpointer.save(trainer, context.run_id, must=is_last or bool(asked))
+            context.save(trainer, must=is_last or bool(asked))
             last_save = time.monotonic()
         if asked:
             directory.record({"event": "stop", "step": trainer.step, "reason": asked, "time": now()})

@@ -1,4 +1,4 @@
-"""What stays the same from a run's first step to its last: its objects, its origin, how it saves.
+"""A run on one process: its objects, its origin, how it saves.
 
 Saves and failed saves are events of the metrics:
 
@@ -18,9 +18,9 @@ ranks know the result of a save and count the same failures.
 import platform
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property, partial
 from importlib.metadata import PackageNotFoundError, version
@@ -46,19 +46,55 @@ from narrowgauge.trainer.training.step.trainer import Trainer
 MAX_FAILURES = 3  # after three failed saves the disk is unlikely to be emptied
 
 
-class Checkpointer:
-    """Saves a run's checkpoints, synchronously or asynchronously."""
+@dataclass
+class RunContext:
+    """A run on this process. Collective: every rank makes one, and calls `end` when the run has ended."""
 
-    def __init__(
-        self, directory: RunWriter, log: Callable[[str], None], coordinator: Coordinator, asynchronous: bool
-    ) -> None:
-        """Save into `directory`. Collective: every rank makes one, and calls `end` when the run has ended."""
-        self.directory, self.log, self.coordinator = directory, log, coordinator
-        self._saver = AsyncSaver(NEVER) if asynchronous else None
-        self.failures = 0  # since the last successful save
-        self._pending: int | None = None
+    run: Run
+    dataset: Dataset
+    directory: RunWriter
+    display: Display
+    coordinator: Coordinator
+    profile: Profile  # of some steps, or of none
+    run_id: str = ""  # the id that a checkpoint must have to be resumed
+    arithmetic: Arithmetic = field(default_factory=dict)  # of a CPU
+    failures: int = 0  # of saves, since the last that succeeded
+    _pending: int | None = None
 
-    def save(self, trainer: Trainer, run_id: str, must: bool) -> None:
+    def __post_init__(self) -> None:
+        self._saver = AsyncSaver(NEVER) if self.run.config.checkpoint.asynchronous else None
+
+    @cached_property
+    def facts(self) -> dict[str, Any]:
+        """The origin of the run and the facts about it that its start and resume events record."""
+        run, config = self.run, self.run.config
+        try:
+            installed = version("narrowgauge")
+        except PackageNotFoundError:  # imported from source without being installed
+            installed = "from source"
+        origin = {"time": now(), "host": platform.node(), "version": installed, "command": command_line()}
+        peak = machine.Yardstick(None, "")
+        if self.coordinator.rank == 0:  # it records for all; simultaneous measurements would slow each other
+            peak = machine.yardstick(run.device, DTYPES[config.spec.recipe.compute])
+        return {
+            **origin,
+            "recipe": config.spec.recipe.name,
+            "backend": run.backend.name,
+            "backend_reason": run.backend.reason,
+            "placement": run.placement,
+            "device": machine.device_name(run.device),
+            **self.arithmetic,
+            "threads": torch.get_num_threads(),
+            "processes": self.coordinator.size,
+            "torch": torch.__version__,
+            "parameters": count_parameters(config.spec.model),
+            "flops_per_token": flops_per_token(config.spec.model, config.data.sequence_length),
+            "peak_flops": peak.flops,
+            "peak_source": peak.source,
+            "corpus": self.dataset.digest,
+        }
+
+    def save(self, trainer: Trainer, must: bool) -> None:
         """Publish the current state before returning if `must`; otherwise the save may be asynchronous.
 
         Raises:
@@ -70,7 +106,7 @@ class Checkpointer:
         self.directory.require_there()
         trainer.check_replicas()
         self.directory.sync_metrics()
-        plan_for = partial(trainer.plan_save, self.directory.checkpoints, run_id)
+        plan_for = partial(trainer.plan_save, self.directory.checkpoints, self.run_id)
         with self._recording_failure(trainer.step, must):
             if self._saver is None:
                 plan_for(self.coordinator.control).write()
@@ -107,7 +143,7 @@ class Checkpointer:
             yield
         except SaveError as error:
             self.failures += 1
-            self.log(f"NOT SAVED: {error}")
+            self.display.log(f"NOT SAVED: {error}")
             self.directory.record({"event": "save failed", "step": step, "reason": str(error)})
             if must:
                 raise
@@ -116,51 +152,6 @@ class Checkpointer:
                     f"{self.failures} saves in a row have failed, and what is trained is lost until one "
                     f"succeeds; the last one: {error}"
                 ) from error
-
-
-@dataclass(frozen=True)
-class RunContext:
-    """The objects that every function around a step needs, in addition to the `Trainer`."""
-
-    run: Run
-    dataset: Dataset
-    directory: RunWriter
-    display: Display
-    coordinator: Coordinator
-    checkpointer: Checkpointer
-    run_id: str  # the id that a checkpoint must have to be resumed
-    profile: Profile  # of some steps, or of none
-    arithmetic: Arithmetic  # of a CPU
-
-    @cached_property
-    def facts(self) -> dict[str, Any]:
-        """The origin of the run and the facts about it that its start and resume events record."""
-        run, config = self.run, self.run.config
-        try:
-            installed = version("narrowgauge")
-        except PackageNotFoundError:  # imported from source without being installed
-            installed = "from source"
-        origin = {"time": now(), "host": platform.node(), "version": installed, "command": command_line()}
-        peak = machine.Yardstick(None, "")
-        if self.coordinator.rank == 0:  # it records for all; simultaneous measurements would slow each other
-            peak = machine.yardstick(run.device, DTYPES[config.spec.recipe.compute])
-        return {
-            **origin,
-            "recipe": config.spec.recipe.name,
-            "backend": run.backend.name,
-            "backend_reason": run.backend.reason,
-            "placement": run.placement,
-            "device": machine.device_name(run.device),
-            **self.arithmetic,
-            "threads": torch.get_num_threads(),
-            "processes": self.coordinator.size,
-            "torch": torch.__version__,
-            "parameters": count_parameters(config.spec.model),
-            "flops_per_token": flops_per_token(config.spec.model, config.data.sequence_length),
-            "peak_flops": peak.flops,
-            "peak_source": peak.source,
-            "corpus": self.dataset.digest,
-        }
 
 
 def now() -> str:

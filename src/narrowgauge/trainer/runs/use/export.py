@@ -25,31 +25,12 @@ from narrowgauge.nn import DTYPES, Linear
 from narrowgauge.system.errors import UserError, unknown
 from narrowgauge.system.files import staged_directory
 from narrowgauge.trainer.checkpoint import save
-from narrowgauge.trainer.checkpoint.interop.activations import (
-    amax_of_scale,
-    before_the_casts,
-    in_llama_cpp,
-    needs_scale,
-    recorded_scale,
-    scale_of_amax,
-)
+from narrowgauge.trainer.checkpoint.interop import activations, gguf_model, read_back
 from narrowgauge.trainer.checkpoint.interop.external_model import read_external_model
 from narrowgauge.trainer.checkpoint.interop.gguf_file import GGUF_FILE, read_gguf
-from narrowgauge.trainer.checkpoint.interop.gguf_model import (
-    expected_values,
-    read_gguf_model,
-    write_gguf_model,
-)
 from narrowgauge.trainer.checkpoint.interop.huggingface import CONFIG, TOKENIZER_CONFIG, write_folder
 from narrowgauge.trainer.checkpoint.interop.llmc import write_llmc
 from narrowgauge.trainer.checkpoint.interop.quantized_export import narrow_layers, write_quantized
-from narrowgauge.trainer.checkpoint.interop.read_back import (
-    Difference,
-    different_tensors,
-    has_input_scales,
-    require_read_back,
-    wrong_input_scales,
-)
 from narrowgauge.trainer.checkpoint.interop.safetensors_reader import inside, read_json
 from narrowgauge.trainer.data import load_tokenizer, validation_batches
 from narrowgauge.trainer.runs.choices import EXPORT_FORMATS, READERS, RECORDED
@@ -130,15 +111,15 @@ def write_export(
     tokenizer, special = source.tokenizer_file, source.special_tokens
     if to == "gguf":
         plain = stored if dtype else None  # the narrower of bf16 and fp32 that is exact
-        remarks = write_gguf_model(folder / GGUF_FILE, model, weights, tokenizer, plain, special)
-        return remarks + in_llama_cpp(model)
+        remarks = gguf_model.write_gguf_model(folder / GGUF_FILE, model, weights, tokenizer, plain, special)
+        return remarks + activations.in_llama_cpp(model)
     if to in QUANTIZED:
         return write_quantized(folder, model, weights, tokenizer, stored, special, scales, to)
     if to == "hf":
         write_folder(folder, model.config, weights, tokenizer, stored, special)
     else:
         write_llmc(folder / "model.bin", model.config, weights, stored)
-    return before_the_casts(model)
+    return activations.before_the_casts(model)
 
 
 def _plain_dtype(to: str, dtype: str | None) -> torch.dtype:
@@ -151,18 +132,21 @@ def _read_back(
     """Refuse files that do not hold what the run multiplies, or the scales of activations."""
     model, weights, stored = source.model, source.weights(), _plain_dtype(to, dtype)
     if to == "gguf":
-        found = read_gguf_model(read_gguf(folder / GGUF_FILE), model.config)
-        require_read_back(found, expected_values(model, weights, stored if dtype else None))
+        found = gguf_model.read_gguf_model(read_gguf(folder / GGUF_FILE), model.config)
+        values = gguf_model.expected_values(model, weights, stored if dtype else None)
+        read_back.require_read_back(found, values)
         return
     expected = {name: weight.to(stored).float() for name, weight in weights.items()}
     if to in QUANTIZED:
         narrow = narrow_layers(model)
         expected |= {f"{name}.weight": layer.forward_weight() for name, layer in narrow.items()}
-        casts = {name: narrow[name].spec.casts["fprop.x"] for name in scales}
-        amaxes = {name: amax_of_scale(x, scales[name], x.block is not None) for name, x in casts.items()}
-        for wrong in wrong_input_scales(folder, model, amaxes, within=1 + 2.0**-20):
+        amaxes = {}
+        for name, scale in scales.items():
+            cast = narrow[name].spec.casts["fprop.x"]
+            amaxes[name] = activations.amax_of_scale(cast, scale, cast.block is not None)
+        for wrong in read_back.wrong_input_scales(folder, model, amaxes, within=1 + 2.0**-20):
             raise UserError(f"the exported files were read back, and {wrong}; nothing was kept")
-    require_read_back(read_external_model(folder).tensors, expected)
+    read_back.require_read_back(read_external_model(folder).tensors, expected)
 
 
 def activation_scales(trained: TrainedRun, source: str) -> dict[str, float]:
@@ -176,7 +160,7 @@ def activation_scales(trained: TrainedRun, source: str) -> dict[str, float]:
             "no layer of this run has activations whose scale is stored (NVFP4, or FP8 with one scale), so "
             "there is nothing to calibrate; leave --calibrate out"
         )
-    scales = {name: recorded_scale(layer) for name, layer in layers.items()}
+    scales = {name: activations.recorded_scale(layer) for name, layer in layers.items()}
     if source != RECORDED:
         scales = _measured(trained, source, layers)
     missing = [name for name, scale in scales.items() if scale is None]
@@ -196,7 +180,7 @@ def activation_scales(trained: TrainedRun, source: str) -> dict[str, float]:
 def layers_with_scales(model: torch.nn.Module) -> dict[str, Linear]:
     """The layers whose input can have a stored scale."""
     layers = narrow_layers(model)
-    return {n: layer for n, layer in layers.items() if needs_scale(layer.spec.casts["fprop.x"])}
+    return {n: layer for n, layer in layers.items() if activations.needs_scale(layer.spec.casts["fprop.x"])}
 
 
 def _measured(trained: TrainedRun, source: str, layers: dict[str, Linear]) -> dict[str, float | None]:
@@ -211,10 +195,9 @@ def _measured(trained: TrainedRun, source: str, layers: dict[str, Linear]) -> di
             f"the input of {broken[0]!r} is not finite on {source}, so it has no scale; calibrate with "
             "another text, or export an earlier checkpoint"
         )
-    return {
-        name: scale_of_amax(layer.spec.casts["fprop.x"], amaxes[name]) if amaxes.get(name) else None
-        for name, layer in layers.items()
-    }
+    casts = {name: layer.spec.casts["fprop.x"] for name, layer in layers.items()}
+    scale_of = activations.scale_of_amax
+    return {name: scale_of(cast, amaxes[name]) if amaxes.get(name) else None for name, cast in casts.items()}
 
 
 @contextmanager
@@ -235,15 +218,15 @@ def input_amaxes(layers: dict[str, Linear]) -> Iterator[dict[str, float]]:
             handle.remove()
 
 
-def differences_from_run(folder: Path, source: TrainedRun, to: str) -> list[Difference]:
+def differences_from_run(folder: Path, source: TrainedRun, to: str) -> list[read_back.Difference]:
     """The tensors of an export that are not those of its run, in whichever dtype its plain weights are."""
-    has_scales = to in QUANTIZED and has_input_scales(folder)
+    has_scales = to in QUANTIZED and read_back.has_input_scales(folder)
     scales = dict.fromkeys(layers_with_scales(source.model), 1.0) if has_scales else {}
-    found: list[list[Difference]] = []
+    found: list[list[read_back.Difference]] = []
     for dtype in (None, *DTYPES):
         with TemporaryDirectory() as temporary:
             write_export(Path(temporary), source, to, dtype, scales)
-            found.append(different_tensors(folder, Path(temporary)))
+            found.append(read_back.different_tensors(folder, Path(temporary)))
         if not found[-1]:
             break
     fewest = min(found, key=len)

@@ -46,25 +46,14 @@ from numpy.typing import NDArray
 from narrowgauge.system.errors import UserError, unknown
 from narrowgauge.system.processes import Worker
 from narrowgauge.system.t_interval import Interval, interval
+from narrowgauge.trainer.checkpoint.interop import read_back
 from narrowgauge.trainer.checkpoint.interop.activations import input_formats
 from narrowgauge.trainer.checkpoint.interop.external_model import read_external_model
 from narrowgauge.trainer.checkpoint.interop.gguf_file import GGUF_FILE
 from narrowgauge.trainer.checkpoint.interop.quantized_export import narrow_layers
-from narrowgauge.trainer.checkpoint.interop.read_back import (
-    Difference,
-    has_input_scales,
-    is_same,
-    wrong_input_scales,
-)
 from narrowgauge.trainer.data import Progress, validation_batches
 from narrowgauge.trainer.runs.choices import SERVERS
-from narrowgauge.trainer.runs.use.export import (
-    differences_from_run,
-    export_model,
-    format_of,
-    input_amaxes,
-    layers_with_scales,
-)
+from narrowgauge.trainer.runs.use import export
 from narrowgauge.trainer.runs.use.trained_model import TrainedRun, open_run, plain_model, run_data
 
 EQUAL, DIFFERENT, UNDECIDED = "equal", "different", "undecided"
@@ -119,7 +108,7 @@ class Served:
     margin: float  #: the largest difference of the loss that counts as equal
     weights: tuple[int, int]  #: (narrow weights with the codes and scales of training, narrow weights)
     inputs: tuple[str, ...] = ()  #: the formats of the inputs of linear layers in training, where narrow
-    different: tuple[Difference, ...] = ()  #: the tensors of the file that are not those of the run
+    different: tuple[read_back.Difference, ...] = ()  #: the tensors of the file that are not those of the run
 
     @property
     def verdict(self) -> str:
@@ -222,7 +211,7 @@ def served(
     """
     if server not in SERVERS:
         raise unknown("server", server, list(SERVERS))
-    format = format or (SERVERS[server][0] if folder is None else format_of(folder))
+    format = format or (SERVERS[server][0] if folder is None else export.format_of(folder))
     if format not in SERVERS[server]:
         raise unknown(f"format of {server}", format, list(SERVERS[server]))
     if sequences < 2 or not margin > 0:
@@ -234,12 +223,13 @@ def served(
     trained = open_run(run, "cpu")
     length = sequence_length or trained.config.data.sequence_length
     windows = list(validation_batches(run_data(trained, data, progress).val, 1, length, sequences=sequences))
-    with TemporaryDirectory() as temporary, input_amaxes(layers_with_scales(trained.model)) as amaxes:
-        files, different = folder or Path(temporary) / "served", list[Difference]()
+    scaled = export.layers_with_scales(trained.model)
+    with TemporaryDirectory() as temporary, export.input_amaxes(scaled) as amaxes:
+        files, different = folder or Path(temporary) / "served", list[read_back.Difference]()
         if folder is None:
-            export_model(trained, format, files)
+            export.export_model(trained, format, files)
         else:
-            different = differences_from_run(folder, trained, format)
+            different = export.differences_from_run(folder, trained, format)
         plain = plain_model(read_external_model(files))
         losses = dict.fromkeys(("trainer", "file", "server"), 0.0)
         to_trainer, to_file = Compared(), Compared()
@@ -257,11 +247,11 @@ def served(
                 to_trainer.add(logs["trainer"], logs["server"], targets)
                 to_file.add(logs["file"], logs["server"], targets)
             texts = _other_ids(trained, ask, [window.x_BT[0].tolist() for window in windows])
-        if folder is not None and has_input_scales(folder):
-            different += wrong_input_scales(folder, trained.model, amaxes)
+        if folder is not None and read_back.has_input_scales(folder):
+            different += read_back.wrong_input_scales(folder, trained.model, amaxes)
     narrow = narrow_layers(trained.model)
     pairs = [(plain.get_parameter(f"{n}.weight"), layer.forward_weight()) for n, layer in narrow.items()]
-    weights = (sum(is_same(theirs, ours) for theirs, ours in pairs), len(pairs))
+    weights = (sum(read_back.is_same(theirs, ours) for theirs, ours in pairs), len(pairs))
     subject = {"run": str(run), "step": trained.step, "server": server, "version": version, "format": format}
     subject |= {"sequences": len(windows), "sequence_length": length}
     inputs = tuple(input_formats(trained.model))
