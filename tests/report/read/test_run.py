@@ -21,7 +21,7 @@ def test_a_whole_run_reads_back_as_it_was_written(make_run):
     assert run.final_val_loss == steps[-1]["val_loss"]
     assert (run.peak_memory_bytes, run.tokens, run.mfu) == (3_000_000_200, 200 * 65_536, 0.4)
     assert 3000 < run.tokens_per_s < 3200, "the slow first steps do not count"
-    assert run.peak_source.startswith("989 TFLOP/s")
+    assert run.facts["peak_source"].startswith("989 TFLOP/s")
     assert run.steps[-1].seconds == pytest.approx(sum(line["step_ms"] for line in steps) / 1000)
     assert run.samples == [("Once", "Once upon a time there was a number.")]
     assert (run.count("save"), run.count("resume"), run.count("skip")) == (10, 1, 0)

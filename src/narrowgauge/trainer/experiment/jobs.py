@@ -247,7 +247,7 @@ def _state(job: Job) -> tuple[str, float]:
     if not run.steps or not run.planned_steps:
         return f"{job.name} starts", 0.0
     state = "trains" if job.tokens else "is evaluated"
-    words = f"{job.name} {run.step}/{run.planned_steps} {run.last_loss:.4f} {state}"
+    words = f"{job.name} {run.step}/{run.planned_steps} {run.steps[-1].loss:.4f} {state}"
     return words, job.tokens * run.step / run.planned_steps
 
 

@@ -368,7 +368,8 @@ def table_notes(runs: Sequence[Run], found: Sequence[Verdict] = ()) -> list[str]
     by_peak: dict[str, list[str]] = {}
     for run in runs:
         if run.mfu is not None and run.backend != "emulated":
-            by_peak.setdefault(run.peak_source or "a peak the run did not name", []).append(run.name)
+            peak = str(run.facts.get("peak_source") or "a peak the run did not name")
+            by_peak.setdefault(peak, []).append(run.name)
     if len(by_peak) > 1:
         peaks = "; ".join(f"{peak} ({', '.join(names)})" for peak, names in by_peak.items())
         notes.append(f"MFU does not compare here, since the runs have different yardsticks: {peaks}.")

@@ -16,17 +16,8 @@ from markupsafe import Markup
 from narrowgauge.system.errors import UserError
 from narrowgauge.system.files import make_directory, write_whole
 from narrowgauge.system.units import human_duration
-from narrowgauge.trainer.report.page.curves import events, page_data
+from narrowgauge.trainer.report.page import curves, measured
 from narrowgauge.trainer.report.page.html import Table, page, part, text_of, web_file
-from narrowgauge.trainer.report.page.measured import (
-    analysis,
-    audit,
-    gauges,
-    heat_data,
-    memory,
-    no_gauges,
-    step_time,
-)
 from narrowgauge.trainer.report.page.reproduce import script
 from narrowgauge.trainer.report.page.standing import standing
 from narrowgauge.trainer.report.read.records import flatten
@@ -96,7 +87,9 @@ def render_report(
     failed = min(MOST, sum(run.has_failed for run in runs))  # sentences
     scripts = [*SCRIPTS, "live"] if is_live else SCRIPTS
     data = json.dumps(
-        page_data(runs, found) | {"gauges": heat_data(runs)}, separators=(",", ":"), allow_nan=False
+        curves.page_data(runs, found) | {"gauges": measured.heat_data(runs)},
+        separators=(",", ":"),
+        allow_nan=False,
     )
     for character in "<>&":  # inert: without them it can neither close nor open an element
         data = data.replace(character, f"\\u{ord(character):04x}")
@@ -105,26 +98,21 @@ def render_report(
         "\n".join(web_file(f"{name}.js") for name in scripts),
         written=f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}" if is_live else "",
         data=Markup(data),
+        curves=curves,
+        measured=measured,
         runs=runs,
         title=_title(runs, found),
         lead=[(text.replace(" %", "\u00a0%"), at < failed) for at, text in enumerate(summary(runs, found))],
         origin=_origin(runs, command),
         where=where,
         has_curves=any(run.steps or run.validation for run in runs),
-        events=events(runs),
         more=more,
-        no_gauges=no_gauges(runs),
-        gauges=gauges(runs),
-        analysis=analysis(runs),
         rows=_all_runs(runs, found),
         has_seeds=any(len(one.runs) > 1 for one in found),
         notes=table_notes(runs, found),
-        memory=memory(runs),
-        step_time=step_time(runs),
         samples=[(run.name, *sample) for run in runs for sample in run.samples[-1:]],
         settings=[_settings(run) for run in runs],
         differences=_differences(runs),
-        audit=audit(runs),
         script=script(runs),
     )
 
@@ -147,7 +135,7 @@ def _origin(runs: Sequence[Run], command: str) -> dict[str, str]:
     Start and resume events record these. What an older run did not record is left out. `command` is the
     command line of a comparison that made the page.
     """
-    facts, seconds = [run.facts for run in runs], sum(run.seconds for run in runs)
+    facts, seconds = [run.facts for run in runs], sum(run.steps[-1].seconds for run in runs if run.steps)
     begun = [times[0] for run in runs if (times := _times(run, "start"))]
     ended = [times[-1] for run in runs if (times := _times(run, "done", "stop"))]
     until = f" to {max(ended):%Y-%m-%d %H:%M}" if len(ended) == len(runs) else ""

@@ -27,6 +27,7 @@ from narrowgauge.trainer.report.read.run import (
     ENDED,
     Run,
     RunState,
+    as_json,
     folders,
     is_run,
     look_at,
@@ -177,6 +178,7 @@ def _state(runs: Sequence[Run]) -> str:
 
 def _row(name: str, runs: Sequence[Run], link: str) -> list[str]:
     only, state, left = runs[0] if len(runs) == 1 else Run(name, Path()), _state(runs), time_left(runs)
+    said = as_json(only)
     if len(runs) > 1:
         name = f"{name}: {sum(run.status in ENDED for run in runs)} of {len(runs)} runs ended"
     # the recorded reason of an end that was not planned, or what to do
@@ -194,9 +196,9 @@ def _row(name: str, runs: Sequence[Run], link: str) -> list[str]:
         Markup('<span class="state {0}">{0}</span>').format(state)
         + (Markup('<div class="why muted">{}</div>').format(why) if why else ""),
         progress,
-        *(f"{x:.4f}" if math.isfinite(x) else "-" for x in (only.last_loss, only.last_val_loss)),
-        "-" if only.tokens_per_s is None else human_count(only.tokens_per_s),
-        "-" if only.peak_memory_bytes is None else human_bytes(only.peak_memory_bytes),
+        *(f"{said[key]:.4f}" if math.isfinite(said[key]) else "-" for key in ("loss", "val_loss")),
+        "-" if said["tokens_per_s"] is None else human_count(said["tokens_per_s"]),
+        "-" if said["memory_bytes"] is None else human_bytes(said["memory_bytes"]),
         "-" if left is None else human_duration(left),
         when.format(datetime.fromtimestamp(recorded, UTC)) if recorded else "-",
     ]

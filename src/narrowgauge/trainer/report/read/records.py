@@ -14,7 +14,6 @@ import re
 import tomllib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -117,11 +116,7 @@ def as_float(value: object) -> float:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
 
 
-FIGURES = ("loss", "lr", "grad_norm", "tokens_per_s", "mfu", "memory_bytes", "step_ms")
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(NamedTuple):
     """One optimizer step. Unrecorded floats are NaN."""
 
     step: int
@@ -159,22 +154,16 @@ def steps_and_validations(records: Mapping[int, Mapping[str, Any]]) -> tuple[lis
         here = as_float(record.get("tokens"))
         here = int(here) if math.isfinite(here) else tokens
         if "loss" in record:
-            figures = {name: as_float(record.get(name)) for name in FIGURES}
-            milliseconds = figures["step_ms"]
+            figures = [as_float(record.get(name)) for name in Step._fields[3:]]
+            milliseconds = figures[-1]
             seconds += (number - previous) * milliseconds / 1000 if math.isfinite(milliseconds) else 0.0
             previous, tokens = number, here
-            steps.append(Step(number, tokens, seconds, **figures))
+            steps.append(Step(number, tokens, seconds, *figures))
         if "val_loss" in record:
             held_out, parts = as_float(record.get("val_tokens")), record.get("val_parts")
-            found.append(
-                Validation(
-                    number,
-                    here,
-                    as_float(record["val_loss"]),
-                    int(held_out) if math.isfinite(held_out) else 0,
-                    tuple(map(as_float, parts)) if isinstance(parts, list) else (),
-                )
-            )
+            count = int(held_out) if math.isfinite(held_out) else 0
+            losses = tuple(map(as_float, parts)) if isinstance(parts, list) else ()
+            found.append(Validation(number, here, as_float(record["val_loss"]), count, losses))
     return steps, found
 
 

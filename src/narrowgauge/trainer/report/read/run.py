@@ -23,16 +23,8 @@ from typing import Any, Literal, get_args
 
 from narrowgauge.system.errors import UserError
 from narrowgauge.trainer.checkpoint import is_abandoned
-from narrowgauge.trainer.report.read.records import (
-    Step,
-    Validation,
-    finite,
-    read_config,
-    read_gauges,
-    read_metrics,
-    read_text,
-    steps_and_validations,
-)
+from narrowgauge.trainer.report.read import records
+from narrowgauge.trainer.report.read.records import Step, Validation, finite
 from narrowgauge.trainer.report.read.stored import Costs, Probe, Stored, read_stored
 
 CONFIG, METRICS, STATUS = "config.toml", "metrics.jsonl", "status.json"
@@ -135,16 +127,6 @@ class Run:
         return max((found[-1].step for found in (self.steps, self.validation) if found), default=0)
 
     @property
-    def last_loss(self) -> float:
-        """The last training loss in nats a token; NaN for none."""
-        return self.steps[-1].loss if self.steps else math.nan
-
-    @property
-    def last_val_loss(self) -> float:
-        """The last validation loss, of untrained weights as well; NaN for none."""
-        return self.validation[-1].val_loss if self.validation else math.nan
-
-    @property
     def is_at_work(self) -> bool:
         """Whether a process trains it."""
         return self.status in ("running", "silent")
@@ -180,24 +162,14 @@ class Run:
         return [event for event in self.events if event["event"] in GUARD]
 
     @property
-    def seconds(self) -> float:
-        """Time spent in steps, over all restarts."""
-        return self.steps[-1].seconds if self.steps else 0.0
-
-    @property
     def tokens_per_s(self) -> float | None:
         """Median speed after the first steps, over all ranks together."""
         return self._median("tokens_per_s")
 
     @property
     def mfu(self) -> float | None:
-        """Median share of the peak described by `peak_source`; None if no peak is known."""
+        """Median share of the peak described by the fact `peak_source`; None if no peak is known."""
         return self._median("mfu")
-
-    @property
-    def peak_source(self) -> str:
-        """Description of the peak that the MFU refers to."""
-        return str(self.facts.get("peak_source") or "")
 
     @property
     def peak_memory_bytes(self) -> int | None:
@@ -243,28 +215,18 @@ def read_run(path: Path | str, tail: int = 0) -> Run:
             f"{str(path)!r} is not a run: a run directory holds {CONFIG} and {METRICS}, and this {problem}; "
             f"give the directory that `narrowgauge train --out` wrote"
         )
-    records, events, ignored = read_metrics(path / METRICS, tail)
-    steps, validation = steps_and_validations(records)
-    status, reason = read_state(path)
-    run = Run(
-        name=path.resolve().name,
-        path=path,
-        config=read_config(path / CONFIG),
-        steps=steps,
-        validation=validation,
-        events=events,
-        status=status,
-        reason=reason,
-        ignored_lines=ignored,
-    )
+    of_steps, events, ignored = records.read_metrics(path / METRICS, tail)
+    steps, validation = records.steps_and_validations(of_steps)
+    config, (status, reason) = records.read_config(path / CONFIG), read_state(path)
+    run = Run(path.resolve().name, path, config, steps, validation, events, status, reason, ignored)
     if tail:
         return run
     return replace(
         run,
-        gauges=read_gauges(path / "gauges.jsonl"),
+        gauges=records.read_gauges(path / "gauges.jsonl"),
         probe=read_stored(Probe, path / "probe.json"),
         costs=read_stored(Costs, path / "sensitivity.json"),
-        recipe_text=read_text(path / "recipe.toml"),
+        recipe_text=records.read_text(path / "recipe.toml"),
     )
 
 
@@ -349,15 +311,15 @@ def with_silence(run: Run) -> Run:
 
 
 def as_json(run: Run) -> dict[str, Any]:
-    """How far a run is; a loss is NaN without any."""
+    """How far a run is; a loss is NaN without any, and that of validation may be of untrained weights."""
     return {
         "name": run.name,
         "state": run.status,
         "reason": run.reason,
         "step": run.step,
         "steps": run.planned_steps or 0,
-        "loss": run.last_loss,
-        "val_loss": run.last_val_loss,
+        "loss": run.steps[-1].loss if run.steps else math.nan,
+        "val_loss": run.validation[-1].val_loss if run.validation else math.nan,
         "recipe": run.recipe,
         "path": str(run.path),
         "tokens_per_s": run.tokens_per_s,

@@ -55,7 +55,6 @@ from narrowgauge.trainer.report.read.records import warmup_spikes
 from narrowgauge.trainer.report.read.run import ENDED, FINAL_STEPS, Run
 from narrowgauge.trainer.report.verdict.rule import UNDECIDED, Judgement, is_control, judge, known_deviation
 
-COLUMNS = ("arm", "seed", "rung", "tokens", "own_loss", "bf16_loss", "status")
 DONE, DIVERGED = "done", "diverged"
 LEAST_PARTS = 4  # of held-out tokens
 _AGAIN = " again"
@@ -167,8 +166,8 @@ def mean_of(runs: Iterable[Run], figure: str) -> float | None:
     return statistics.fmean(values) if values else None
 
 
-def _groups(runs: Sequence[Run]) -> list[Verdict]:
-    """Group runs by variant, in the order of their first runs; a repeated seed starts another group."""
+def _variants(runs: Sequence[Run]) -> dict[str, dict[int, Run]]:
+    """Runs by variant and seed, in the order of their first runs; a repeated seed starts another variant."""
     by_variant: dict[str, dict[int, Run]] = {}
     for run in runs:
         config = {section: dict(table) for section, table in run.config.items() if isinstance(table, dict)}
@@ -179,16 +178,7 @@ def _groups(runs: Sequence[Run]) -> list[Verdict]:
         while key in by_variant and run.seed in by_variant[key]:
             key += _AGAIN
         by_variant.setdefault(key, {})[run.seed] = run
-    first, reference = next(iter(by_variant.items()))
-    # The reference decides for all: a pair whose run has not been validated yet waits.
-    by_validation = any(run.final_validation is not None for run in reference.values())
-    found: list[Verdict] = []
-    for key, members in by_variant.items():
-        run = next(iter(members.values()))
-        name = run.name.removesuffix(f"-seed-{run.seed}")
-        repeats = key.startswith(first + _AGAIN) or (bool(found) and is_control(name, found[0].name))
-        found.append(Verdict(name, members, reference if found else {}, repeats, by_validation))
-    return found
+    return by_variant
 
 
 class Gap(NamedTuple):
@@ -250,8 +240,7 @@ def error_percent(losses: Sequence[float], reference: Sequence[float], loss: flo
     return 100 * statistics.stdev(differences) / math.sqrt(len(differences)) / loss
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """The result of one run; NaN losses if it diverged."""
 
     arm: str
@@ -268,6 +257,9 @@ class Row:
         return self.arm, self.seed, self.rung
 
 
+COLUMNS = Row._fields
+
+
 def rows_text(rows: Sequence[Row]) -> str:
     """The rows as the text of a CSV."""
     text = StringIO()
@@ -275,7 +267,7 @@ def rows_text(rows: Sequence[Row]) -> str:
     writer.writerow(COLUMNS)
     for row in rows:
         losses = ["" if math.isnan(x) else f"{x:.6f}" for x in (row.own_loss, row.bf16_loss)]
-        writer.writerow([row.arm, row.seed, row.rung, row.tokens, *losses, row.status])
+        writer.writerow([*row[:4], *losses, row.status])
     return text.getvalue()
 
 
@@ -305,34 +297,34 @@ def verdicts(runs: Sequence[Run], in_percent: bool = True) -> list[Verdict]:
 
     The family that shares the 5 % consists of the variants without the reference and controls.
     """
-    all_groups = _groups(runs)
-    reference = all_groups[0]
-    pairs = [_pairs(group, reference) for group in all_groups]
-    gaps = [{s: gap.percent if in_percent else gap.nats for s, gap in of.items()} for of in pairs]
-    family = [number for number, group in enumerate(all_groups) if number and not group.is_control]
+    by_variant = _variants(runs)
+    first, reference = next(iter(by_variant.items()))
+    # The reference decides for all: a pair whose run has not been validated yet waits.
+    by_validation = any(run.final_validation is not None for run in reference.values())
+    found: list[Verdict] = []
+    for key, members in by_variant.items():
+        run = next(iter(members.values()))
+        name = run.name.removesuffix(f"-seed-{run.seed}")
+        repeats = key.startswith(first + _AGAIN) or (bool(found) and is_control(name, found[0].name))
+        partners = reference if found else {}
+        one = Verdict(name, members, partners, repeats, by_validation, is_reference=not found)
+        pairs = {seed: gap for seed in members if (gap := one.pair(seed)) is not None}
+        if any(len(of) > 1 and any(run.has_failed for run in of.values()) for of in (members, partners)):
+            pairs = {}  # a run of several failed, and the others are lucky
+        one = replace(
+            one,
+            gaps={seed: gap.percent if in_percent else gap.nats for seed, gap in pairs.items()},
+            is_done=all(run.status == "done" for run in members.values())
+            and all(reference[seed].status in ENDED for seed in pairs),
+            tokens=max((gap.tokens for gap in pairs.values()), default=0),
+        )
+        found.append(one)
+    family = [number for number, one in enumerate(found) if number and not one.is_control]
     known = known_of(runs)
     if not in_percent:
-        known *= next(iter(reference.losses), 0.0) / 100
-    found = judge(dict(enumerate(gaps)), family, known)
-    return [
-        replace(
-            group,
-            gaps=gaps[number],
-            judgement=found.get(number),
-            is_reference=group is reference,
-            is_done=all(run.status == "done" for run in group.runs.values())
-            and all(reference.runs[seed].status in ENDED for seed in gaps[number]),
-            tokens=max((gap.tokens for gap in pairs[number].values()), default=0),
-        )
-        for number, group in enumerate(all_groups)
-    ]
-
-
-def _pairs(group: Verdict, reference: Verdict) -> dict[int, Gap]:
-    """The gap of each seed that both have; none if a run of several failed, since the others are lucky."""
-    if any(one.has_failed and len(one.runs) > 1 for one in (group, reference)):
-        return {}
-    return {seed: gap for seed in group.runs if (gap := group.pair(seed)) is not None}
+        known *= next(iter(found[0].losses), 0.0) / 100
+    judged = judge({number: one.gaps for number, one in enumerate(found)}, family, known)
+    return [replace(one, judgement=judged.get(number)) for number, one in enumerate(found)]
 
 
 def known_of(runs: Sequence[Run]) -> float:
