@@ -85,6 +85,14 @@ function markedPoints(layer, px, low) {
 /** A marker of a variant at a place. */
 const mark = (look, x, y, parent, classes = "marker") => make("path", { d: shape(look), class: classes, transform: `translate(${x} ${y})` }, parent);
 
+/** A row of a read-out: a variant's swatch, and a name. */
+function rowOf(readout, look, name) {
+  const line = make("div", { class: "row" }, readout);
+  swatch(look, line);
+  make("span", { class: "name" }, line, name);
+  return line;
+}
+
 /** Curves: of `layers(view)`, each of one run or the mean of some. */
 const CURVES = {
   kind: "", margin: { left: 58, right: 14, top: 10, bottom: 24 }, top: 10,
@@ -137,9 +145,7 @@ const CURVES = {
     make("div", { class: "muted where" }, readout, `${view.says(x)} ${view.axisName}`);
     if (rows.some(([layer]) => layer.raw)) make("div", { class: "muted both" }, readout, "smoothed, measured");
     for (const [layer, i] of rows) {
-      const line = make("div", { class: "row" }, readout);
-      swatch(layer.look, line);
-      make("span", { class: "name" }, line, layer.name);
+      const line = rowOf(readout, layer.look, layer.name);
       make("span", { class: "value" }, line, this.format(layer.y[i]));
       make("span", { class: "muted" }, line, layer.raw && layer.raw[i] !== null ? this.format(layer.raw[i]) : "");
     }
@@ -185,9 +191,7 @@ const EVENTS = {
     if (!say) return false;
     const near = shown.flatMap((run) => run.events.filter((e) => Math.abs(px(e.x[view.axis]) - at) < 7).slice(0, 4).map((event) => ({ run, event })));
     for (const { run, event } of near.slice(0, 12)) {
-      const line = make("div", { class: "row" }, readout);
-      swatch(run.variant, line);
-      make("span", { class: "name" }, line, `${run.name}: ${event.kind} at step ${event.x.step.toLocaleString("en")}`);
+      const line = rowOf(readout, run.variant, `${run.name}: ${event.kind} at step ${event.x.step.toLocaleString("en")}`);
       if (event.reason) make("span", { class: "muted" }, line, event.reason);
     }
     return near.length > 0;

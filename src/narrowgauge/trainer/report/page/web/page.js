@@ -19,16 +19,11 @@ function currentView() {
   return { axis: control.axis, low, high, unit, unitName, log: control.log, tau: width * high, says: axis.says, axisName: axis.name };
 }
 
-/** The layer of one measured quantity of one run: `values` as measured, `y` as drawn. */
-function layerOf(run, name, view, plain) {
-  const x = run.x[view.axis], { mean, least, greatest } = run.curves[name];
-  const y = plain ? mean : smoothed(x, mean, view.tau);
-  return { look: run.variant, name: run.name, at: run.x, x, y, values: mean, raw: y === mean ? null : mean, least, greatest };
-}
-
-function validationOf(run, view) {
-  const { x, mean } = run.validation;
-  return { look: run.variant, name: run.name, at: x, x: x[view.axis], y: mean, values: mean, sparse: true };
+/** The layer of one measured quantity of one run: `values` as measured, `y` as drawn; validations are few, and not smoothed. */
+function layerOf(run, name, view) {
+  const sparse = name === "val_loss", { x: at, mean, least, greatest } = sparse ? run.validation : { x: run.x, ...run.curves[name] };
+  const x = at[view.axis], y = sparse || name === "lr" ? mean : smoothed(x, mean, view.tau);
+  return { look: run.variant, name: run.name, at, x, y, values: mean, raw: y === mean ? null : mean, least, greatest, sparse };
 }
 
 /** How far a run's curve lies above that of the reference with its seed, in percent, at equal tokens whatever the axis. */
@@ -53,15 +48,14 @@ function meanOfSeeds(layers) {
   };
 }
 
-const all = (name, plain) => (view) => shownRuns().map((run) => layerOf(run, name, view, plain));
-const gaps = (of) => (view) => VARIANTS.flatMap((_, variant) => {
+const all = (name) => (view) => shownRuns().map((run) => layerOf(run, name, view));
+const gaps = (name) => (view) => VARIANTS.flatMap((_, variant) => {
   const paired = shownRuns().filter((run) => run.variant === variant && run.reference !== null);
   if (!paired.length) return [];
-  const layer = meanOfSeeds(paired.map((run) => gapOf(of(run, view), of(RUNS[run.reference], view))));
+  const layer = meanOfSeeds(paired.map((run) => gapOf(layerOf(run, name, view), layerOf(RUNS[run.reference], name, view))));
   const smooth = (values) => values && (layer.sparse ? values : smoothed(layer.x, values, view.tau));
   return [{ ...layer, y: smooth(layer.values), least: smooth(layer.least), greatest: smooth(layer.greatest) }];
 });
-const trainOf = (run, view) => layerOf(run, "loss", view);
 const across = (words) => (view) => `${words}, across ${view.axisName.replace("of ", "")}`;
 /** A number's text with its sign; what rounds to zero has none. */
 const signed = (text) => (Number.parseFloat(text) === 0 ? text.replace("-", "") : text.startsWith("-") ? text : `+${text}`);
@@ -72,14 +66,14 @@ const speedNote = () => (RUNS.some((run) => run.emulated) ? "; emulated: not the
 const gapNote = () => (RUNS.length > VARIANTS.length ? "percent, mean and range over seeds" : "percent at equal tokens");
 
 const SPECS = [
-  { id: "val_loss", title: "Validation loss", log: true, layers: (view) => shownRuns().map((run) => validationOf(run, view)), subtitle: across("nats a token"), ...numbered, format: four },
-  { id: "val_gap", title: `Validation gap to ${VARIANTS[0]}`, layers: gaps(validationOf), subtitle: gapNote, ...inPercent },
+  { id: "val_loss", title: "Validation loss", log: true, layers: all("val_loss"), subtitle: across("nats a token"), ...numbered, format: four },
+  { id: "val_gap", title: `Validation gap to ${VARIANTS[0]}`, layers: gaps("val_loss"), subtitle: gapNote, ...inPercent },
   { id: "loss", title: "Train loss", log: true, layers: all("loss"), subtitle: across("nats a token"), ...numbered, format: four },
-  { id: "gap", title: `Train gap to ${VARIANTS[0]}`, layers: gaps(trainOf), subtitle: () => `${gapNote()}, smoothed`, ...inPercent },
+  { id: "gap", title: `Train gap to ${VARIANTS[0]}`, layers: gaps("loss"), subtitle: () => `${gapNote()}, smoothed`, ...inPercent },
 ];
 const REST = [
   { id: "grad_norm", title: "Gradient norm", log: true, layers: all("grad_norm"), subtitle: across("before clipping"), ...numbered },
-  { id: "lr", title: "Learning rate", layers: all("lr", true), subtitle: across("schedule"), ...numbered },
+  { id: "lr", title: "Learning rate", layers: all("lr"), subtitle: across("schedule"), ...numbered },
   { id: "tokens_per_s", title: "Tokens per second", layers: all("tokens_per_s"), subtitle: (view) => across("all ranks")(view) + speedNote(), ...numbered },
 ];
 
