@@ -139,12 +139,8 @@ class MakeRun:
             "step": 0,
             "recipe": recipe,
             "backend": backend,
-            "backend_reason": "the device has no FP8 GEMM",
             "device": "cpu",
             "torch": "2.13.0",
-            "parameters": 124_439_808,
-            "flops_per_token": 8.0e8,
-            "peak_flops": 9.9e14,
             "peak_source": "989 TFLOP/s, dense BF16 of an H100 SXM",
         }
 
