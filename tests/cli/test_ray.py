@@ -71,15 +71,7 @@ def test_runs_on_ray_survive_their_worker_and_a_stop_with_the_digits_of_this_mac
 
 
 def test_a_cluster_that_is_not_there_is_a_sentence(narrowgauge, line, refused, tmp_path):
-    words = [
-        "compare",
-        "--variant",
-        "a:lr=1e-3",
-        "--variant",
-        "b:lr=2e-3",
-        *line()[1:],
-        "--out",
-        tmp_path / "a",
-    ]
+    variants = ("--variant", "a:lr=1e-3", "--variant", "b:lr=2e-3")
+    words = ["compare", *variants, *line()[1:], "--out", tmp_path / "a"]
     refused(narrowgauge(*words, "--ray", "127.0.0.1:1"), "no cluster of Ray answers", "ray start --head")
     assert not (tmp_path / "a" / "a").exists()

@@ -108,6 +108,10 @@ def search(
     probed = analysis.open_probed(run, **(FEW | text))
     weights = _weights(probed)
     kept = _kept(keep, list(weights))
+    try:
+        make_directory(file.with_suffix(""))  # before minutes of forks
+    except OSError as error:
+        raise UserError(f"--out {file} cannot be written: {error.strerror}; name another file") from None
     choices = analysis.choices_of(casts, weights, _gaps(forks, probed, casts, show), kept)
     source = (
         f"narrowgauge search {run} --formats {','.join(formats)} {limit.option} "
@@ -133,7 +137,6 @@ def _answer(
     )
     title = f"{choices.amount(found, limit):.3f} {limit.words}, at least predicted cost"
     folder = file.with_suffix("")
-    make_directory(folder)
     write_whole(file, analysis.recipe_text(found, file.stem, title, source))
     for name, other in others.items():
         about = f"baseline of {file.stem}"

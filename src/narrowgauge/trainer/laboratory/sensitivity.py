@@ -70,8 +70,7 @@ class Sensitivity(Result):
             if key in self._found:
                 correlation = self._found[key]
                 text = "none, all are equal" if correlation is None else f"{correlation:.3f}"
-                line = f"rank correlation of estimated and measured{which}: {text}"
-                console.print(line, highlight=False)
+                console.print(f"rank correlation of estimated and measured{which}: {text}", highlight=False)
 
     def plot(self) -> str:
         """The map of layers and places."""

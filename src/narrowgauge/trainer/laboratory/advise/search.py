@@ -142,10 +142,9 @@ def _sizes(values: Values, dims: ParallelDims) -> list[int]:
         config = make_config(with_keys(values, {"training.micro_batch_size": size, **_axes(dims)}))
         try:
             lay_out(config, dims.size)
+            found.append(size)
         except UserError as error:  # it divides the model's heads or experts, or a block of the recipe
             why = str(error)
-        else:
-            found.append(size)
     if not found:
         raise UserError(why)
     return found
