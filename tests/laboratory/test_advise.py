@@ -25,6 +25,7 @@ from narrowgauge.forecast import Forecaster
 from narrowgauge.recipes import recipe
 from narrowgauge.system.devices import imagine
 from narrowgauge.system.errors import UserError
+from narrowgauge.system.units import parse_bytes
 from narrowgauge.trainer.cli.line import config_values, read_line
 from narrowgauge.trainer.cli.main import main
 from narrowgauge.trainer.cluster.plan.budget import tokens_of
@@ -224,7 +225,7 @@ ROWS = {
     "H100 x 8": row("llama3-8b", "h100", "fp8", tokens="15B", layouts=EIGHT, sequence_length=4096, **OCTET),
     "B200, without a price": row("llama3-8b", "b200", "mxfp8", money=5000, refused="money needs the price"),
     "MI300X x 8": row("llama3-70b", "mi300x", "bf16", tokens="1B", layouts=EIGHT, **OCTET),
-    "CPU, too large": row("llama3-8b", "cpu", "bf16", refused="does not fit on 1 x CPU"),
+    "CPU, too large": row("llama3-8b", "cpu", "bf16", refused="does not fit on 1 x CPU (64GB)"),
     "CPU, less than a step": row("gpt2-124m", "cpu", "bf16", hours=0.0001, refused="raise the budget"),
 }  # fmt: skip
 
@@ -254,7 +255,7 @@ def seconds_of_a_step(config, dims, machine, counts):
     with imagine(machine.facts):
         step = estimate_step(config, dims)
     host = sum(step.memory.host.values()) if machine.device == "CPU" else 0
-    if step.memory.peak + host > machine.memory:
+    if step.memory.peak + host > parse_bytes(machine.memory):
         return math.inf
     key = f"{config.recipe} {config.training}"
     time = estimate(config, dims, machine, step, counts.get(key))

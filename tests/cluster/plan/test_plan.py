@@ -9,6 +9,7 @@ import pytest
 
 from narrowgauge.distributed import ParallelDims
 from narrowgauge.system.errors import UserError
+from narrowgauge.system.units import parse_bytes
 from narrowgauge.trainer.cluster.data_file import read_tables
 from narrowgauge.trainer.cluster.plan import cluster_spec
 from narrowgauge.trainer.cluster.plan.budget import parse_price, tokens_of
@@ -44,7 +45,7 @@ def test_clusters_that_ship():
         cluster = load_cluster(name)
         assert cluster.title
         assert cluster.facts.maker in ("nvidia", "amd", "cpu")
-        assert cluster.memory > 1e10
+        assert parse_bytes(cluster.memory) > 1e10
         assert all(cluster.speed(kind) <= cluster.peak[kind] for kind in cluster.peak)
 
 

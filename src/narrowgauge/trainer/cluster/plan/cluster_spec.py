@@ -83,7 +83,7 @@ class Cluster(Table):
     device: str = ""
     gpu: Annotated[str, AfterValidator(_known_device)] = ""
     devices_per_node: int = Field(ge=1)
-    memory: Annotated[int, BeforeValidator(lambda size: parse_bytes(str(size)))]
+    memory: Annotated[str, AfterValidator(lambda size: parse_bytes(size) and size)]
     memory_bandwidth: float = Field(gt=0)
     inside: float = Field(gt=0)
     between: float = Field(gt=0)

@@ -16,7 +16,7 @@ from narrowgauge.distributed import ParallelDims, resolve_dims
 from narrowgauge.forecast import Forecast, Forecaster
 from narrowgauge.recipes import Backend, choose_backend, device_facts
 from narrowgauge.system.devices import Device, imagine
-from narrowgauge.system.units import human_bytes
+from narrowgauge.system.units import human_bytes, parse_bytes
 from narrowgauge.trainer.cluster.plan.budget import Price
 from narrowgauge.trainer.cluster.plan.cluster_spec import Cluster
 from narrowgauge.trainer.cluster.plan.estimate import Estimate, estimate
@@ -172,7 +172,7 @@ def room_of(config: Config, cluster: Cluster | None) -> Room:
     if cluster is None:
         return room_here(config, choose_device(config.training.device))
     source = cluster.device or cluster.title
-    return Room.of(config, cluster.memory, source, has_host=cluster.device != "CPU")
+    return Room.of(config, parse_bytes(cluster.memory), source, has_host=cluster.device != "CPU")
 
 
 def _with_batch_size(config: Config, devices: int) -> tuple[Config, str]:
