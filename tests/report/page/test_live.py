@@ -184,16 +184,6 @@ def test_a_folder_lists_runs_and_comparisons_with_the_page_of_each(make_run, tmp
     assert 'id="live"' not in (root / "deep" / "fp8" / LIVE).read_text()
 
 
-def test_a_live_page_asks_nobody(make_run, tmp_path):
-    run = make_run("mine", steps=5)
-    make_run.works(run)
-    write_pages([run], tmp_path / LIVE, is_live=True)
-    html = (tmp_path / LIVE).read_text()
-    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', html)[1]
-    assert re.fullmatch(r"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-[^']*'", policy)
-    assert "//" not in re.sub(r"http://www\.w3\.org/2000/svg|^\s*//.*$| // .*$", "", html, flags=re.M)
-
-
 def test_names_from_a_disk_are_text_and_never_markup(make_run, tmp_path):
     make_run.works(make_run('<img src=x onerror="alert(1)">', steps=3))
     write_pages([tmp_path / "runs"], tmp_path / LIVE, is_live=True)

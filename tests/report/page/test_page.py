@@ -10,6 +10,7 @@ import pytest
 from markupsafe import Markup
 
 from narrowgauge.system.errors import UserError
+from narrowgauge.trainer.laboratory.watch import write_pages
 from narrowgauge.trainer.report import read_run, render_report, write_report
 from narrowgauge.trainer.report.page.html import part
 
@@ -35,8 +36,13 @@ def data_of(html):
     return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', html, re.S)[1])
 
 
-def test_the_page_needs_nothing_but_itself(five, tmp_path):
-    html = write_report(five, tmp_path / "deep" / "report.html").read_text("ascii")
+@pytest.mark.parametrize("is_live", [False, True])
+def test_the_page_needs_nothing_but_itself(make_run, five, tmp_path, is_live):
+    out = tmp_path / "deep" / "report.html"
+    make_run.works(five[1])
+    write_pages(five, out, is_live)
+    html = out.read_text("ascii")
+    assert ('id="live"' in html) == is_live
     assert not re.search(r"""(?:src|href|action)\s*=|@import|url\((?!#)|\bfetch\(|XMLHttpRequest""", html)
     addresses = re.findall(r"https?://[^\"' ]*", html)
     assert addresses == ["http://www.w3.org/2000/svg"], "a name space, never fetched"

@@ -16,21 +16,13 @@ from markupsafe import Markup
 from narrowgauge.system.errors import UserError
 from narrowgauge.system.files import make_directory, write_whole
 from narrowgauge.system.units import human_duration
+from narrowgauge.trainer.report import table
 from narrowgauge.trainer.report.page import curves, measured
 from narrowgauge.trainer.report.page.html import Table, page, part, text_of, web_file
 from narrowgauge.trainer.report.page.reproduce import script
 from narrowgauge.trainer.report.page.standing import standing
 from narrowgauge.trainer.report.read.records import flatten
 from narrowgauge.trainer.report.read.run import ENDED, Run, read_runs, with_silence
-from narrowgauge.trainer.report.table import (
-    MOST,
-    SEED,
-    TEXT_COLUMNS,
-    kind_of,
-    summary,
-    table_notes,
-    table_rows,
-)
 from narrowgauge.trainer.report.verdict.expected import Expectation
 from narrowgauge.trainer.report.verdict.verdict import Verdict, verdicts, with_runs
 
@@ -84,7 +76,8 @@ def render_report(
         rungs: The verdicts by the rows of a measured experiment.
     """
     found = with_runs(rungs, verdicts(runs))
-    failed = min(MOST, sum(run.has_failed for run in runs))  # sentences
+    sentences = table.summary(runs, found)
+    failed = min(table.MOST, sum(run.has_failed for run in runs))  # of the sentences, the first
     scripts = [*SCRIPTS, "live"] if is_live else SCRIPTS
     data = json.dumps(
         curves.page_data(runs, found) | {"gauges": measured.heat_data(runs)},
@@ -102,14 +95,14 @@ def render_report(
         measured=measured,
         runs=runs,
         title=_title(runs, found),
-        lead=[(text.replace(" %", "\u00a0%"), at < failed) for at, text in enumerate(summary(runs, found))],
+        lead=[(text.replace(" %", "\u00a0%"), at < failed) for at, text in enumerate(sentences)],
         origin=_origin(runs, command),
         where=where,
         has_curves=any(run.steps or run.validation for run in runs),
         more=more,
         rows=_all_runs(runs, found),
         has_seeds=any(len(one.runs) > 1 for one in found),
-        notes=table_notes(runs, found),
+        notes=table.table_notes(runs, found),
         samples=[(run.name, *sample) for run in runs for sample in run.samples[-1:]],
         settings=[_settings(run) for run in runs],
         differences=_differences(runs),
@@ -175,13 +168,13 @@ def _listed(facts: Sequence[Mapping[str, Any]], **words: str) -> str:
 
 def _all_runs(runs: Sequence[Run], found: Sequence[Verdict]) -> Table:
     """The table of all runs; each variant has its line of the charts before its name."""
-    shown = table_rows(runs, found)
+    shown = table.table_rows(runs, found)
     key = Markup('<span class="key" data-look="{}"></span>{}')
     rows = [list(row.values()) for row in shown]
     for row, cells in zip(shown, rows, strict=True):
-        if (kind := kind_of(row)) != SEED:
+        if (kind := table.kind_of(row)) != table.SEED:
             cells[0] = key.format(kind, cells[0])
-    return Table("All runs", list(shown[0]), rows, TEXT_COLUMNS)
+    return Table("All runs", list(shown[0]), rows, table.TEXT_COLUMNS)
 
 
 def _settings(run: Run) -> dict[str, Any]:
