@@ -117,7 +117,7 @@ def _attach_state(
         layer.gathering = WeightGather(layer.recipe["gather"], parameter, weight, local_shard)
 
 
-def note_shards(module: torch.nn.Module, divided: Mapping[str, TensorShard]) -> None:
+def note_shards(module: torch.nn.Module, divided: Mapping[str, TensorShard | None]) -> None:
     """Record the shard of each parameter for which `quantized_fsdp` recorded none; `divided` has the shards
     of parameters that were split before FSDP."""
     for name, p in module.named_parameters():

@@ -52,7 +52,7 @@ from torch import nn
 
 from narrowgauge.distributed.mesh import Mesh
 from narrowgauge.nn import EqualShare, Linear, LinearShards, NarrowAttention, NarrowResidual
-from narrowgauge.quantization import ShardAxis, TensorShard, ensure_state, full_axis, state_of
+from narrowgauge.quantization import ShardAxis, TensorShard, ensure_state, full_axis
 from narrowgauge.system.collectives import all_gather_rows, comm_tag, reduce_scatter_rows
 from narrowgauge.system.second_derivative import FirstOrderFunction
 from narrowgauge.trainer.models import Expert, ModelConfig, Transformer, experts_of
@@ -79,9 +79,6 @@ def shard_blocks(model: Transformer, mesh: Mesh) -> None:
     for module in model.modules():
         if isinstance(module, NarrowResidual) and groups:
             module.tokens = EqualShare(*model.share, groups)
-    for _, parameter in model.named_parameters():
-        if state_of(parameter).shard is None:
-            ensure_state(parameter).shard = TensorShard(tuple(full_axis(n) for n in parameter.shape))
 
 
 def _shard_block(block: Any, model: Transformer, mesh: Mesh, tokens: EqualShare | None) -> None:

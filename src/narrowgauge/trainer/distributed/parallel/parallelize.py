@@ -24,7 +24,7 @@ from narrowgauge.distributed.fsdp import note_shards, quantize_fsdp_reduce, quan
 from narrowgauge.distributed.mesh import Mesh
 from narrowgauge.distributed.quantized_reduce import quantized_comm_hook, wire_formats
 from narrowgauge.nn import DTYPES, Linear, apply_recipe
-from narrowgauge.quantization import TensorShard, ensure_state, state_of
+from narrowgauge.quantization import ensure_state, state_of
 from narrowgauge.recipes import Recipe
 from narrowgauge.system.collectives import comm_tag
 from narrowgauge.system.torch_compat import ignore_in_ddp
@@ -90,7 +90,7 @@ def parallelize(spec: ModelSpec, mesh: Mesh, device: torch.device) -> tuple[Tran
     keep_stages(model, mesh)
     shard_blocks(model, mesh)
     divide_experts(model, mesh, spec.batch_size)
-    shards = {name: _shard(p) for name, p in model.named_parameters()}
+    shards = {name: state_of(p).shard for name, p in model.named_parameters()}
     _fill(model, spec, shapes, mesh, device)
     modules: list[nn.Module] = [Objective(model)]
     if (stages := mesh.parallel_dims.stages) > 1:
@@ -119,8 +119,8 @@ def _fill(
         if name not in missing:
             continue
         owner, _, key = name.rpartition(".")
-        shard = _shard(missing.pop(name))
-        parameter = nn.Parameter(shard.local_of(value).to(device))
+        shard = state_of(missing.pop(name)).shard
+        parameter = nn.Parameter((value if shard is None else shard.local_of(value)).to(device))
         ensure_state(parameter).shard = shard
         setattr(model.get_submodule(owner), key, parameter)
         block = ".".join(name.split(".")[:2])
@@ -142,12 +142,6 @@ def _values(
     if device.type != "meta":
         return starting_values(spec.model, shapes, spec.seed)
     return ((name, torch.empty(shape, device=device)) for name, shape in shapes.items())
-
-
-def _shard(p: torch.Tensor) -> TensorShard:
-    shard = state_of(p).shard
-    assert shard is not None, "`shard_blocks` gives one to every parameter"
-    return shard
 
 
 def _bind_layers(block: nn.Module) -> None:
