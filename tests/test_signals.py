@@ -13,14 +13,6 @@ from narrowgauge.system.signals import stop_requests
 ASKING = {"SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"}
 
 
-@pytest.fixture
-def hang_ups():
-    """A function that sets how this process takes SIGHUP, until the end of the test."""
-    before = signal.getsignal(signal.SIGHUP)
-    yield lambda handler: signal.signal(signal.SIGHUP, handler)
-    signal.signal(signal.SIGHUP, before)
-
-
 @pytest.mark.parametrize("name", sorted(ASKING))
 def test_a_request_is_recorded_and_the_former_handler_comes_back(name):
     number = getattr(signal, name)
@@ -33,8 +25,9 @@ def test_a_request_is_recorded_and_the_former_handler_comes_back(name):
     assert {signal.Signals(n).name for n in STOP_SIGNALS} == ASKING
 
 
-def test_a_hang_up_that_nohup_ignores_stays_ignored(hang_ups):
-    hang_ups(signal.SIG_IGN)
+def test_a_hang_up_that_nohup_ignores_stays_ignored(request):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    request.addfinalizer(lambda: signal.signal(signal.SIGHUP, before))
     with stop_requests() as requests:
         os.kill(os.getpid(), signal.SIGHUP)
         assert requests == []

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param
@@ -20,13 +19,6 @@ from narrowgauge.system import torch_compat as compat
 SETTERS = ["reshard", "set_custom_reduce_scatter", "set_force_sum_reduction_for_comms"]
 SETTERS += ["set_gradient_divide_factor", "set_requires_gradient_sync", "set_reshard_after_backward"]
 SETTERS += ["set_is_last_backward"]
-
-
-@pytest.fixture
-def four_fake_ranks():
-    """Rank 0 of four, whose collectives do nothing."""
-    with compat.fake_world(0, 4):
-        yield dist.group.WORLD
 
 
 def test_views_share_writes_and_a_storage():
@@ -70,7 +62,7 @@ def test_hooks_are_seen_and_go_with_a_parameter_that_becomes_another_tensor():
     assert seen == ["gradient", "accumulated"]
 
 
-def test_fsdp_asks_modules_and_plain_tensors_and_has_the_names_that_are_called(four_fake_ranks):
+def test_fsdp_asks_modules_and_plain_tensors_and_has_the_names_that_are_called():
     class Refuses(compat.SeesFSDP, torch.nn.Linear):
         def accept_fsdp(self):
             raise LookupError("asked")
@@ -82,7 +74,7 @@ def test_fsdp_asks_modules_and_plain_tensors_and_has_the_names_that_are_called(f
         def fsdp_post_all_gather(self, *args, **kwargs):
             return args
 
-    with pytest.raises(LookupError, match="asked"):
+    with compat.fake_world(0, 4), pytest.raises(LookupError, match="asked"):
         fully_shard(torch.nn.Sequential(Refuses(4, 4)), mesh=init_device_mesh("cpu", (4,)))
     shard, extension = torch.ones(2), Extension()
     compat.attach_fsdp_extension(shard, extension)

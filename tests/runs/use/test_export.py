@@ -235,6 +235,10 @@ def test_a_text_gives_each_layer_the_scale_of_its_largest_input(trained, text):
 
 @pytest.mark.tier("thorough")
 def test_a_model_without_a_tokenizer_is_given_one_or_token_files(trained, text, tmp_path, capsys):
+    export_run(trained({"training.steps": 1}), "gguf", tmp_path / "gguf")
+    [file] = (tmp_path / "gguf").glob("*.gguf")
+    (tmp_path / "gguf" / "tokenizer.json").unlink(missing_ok=True)
+    assert open_run(file, "cpu").prompt_ids("ab")[-2:] == [97, 98], "the file has it"
     export_run(trained({"training.steps": 1} | GPT2), "llmc", tmp_path / "out")
     (tmp_path / "out" / "tokenizer.json").unlink()
     model = tmp_path / "out" / "model.bin"

@@ -37,7 +37,7 @@ def read_external_model(path: Path) -> ExternalModel:
             if (path / huggingface.CONFIG).is_file():
                 return huggingface.read_folder(path)
             if (file := _only_file(path)) is not None:
-                return _read_file(file)
+                return read_external_model(file)
             if (path / "config.toml").is_file():
                 raise UserError(
                     f"{path} is already a run: pass it directly to sample, eval or --model.weights"
@@ -48,14 +48,10 @@ def read_external_model(path: Path) -> ExternalModel:
                 "(a run); name a folder that has one of them, or an llm.c model file"
             )
         if path.is_file():
-            return _read_file(path)
+            return read_gguf_external(path) if begins_with(path, _GGUF) else read_llmc(path)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error}; fix its permissions or copy it again") from error
     raise UserError(f"{path} does not exist; name a Hugging Face folder, or a file of llm.c or GGUF")
-
-
-def _read_file(path: Path) -> ExternalModel:
-    return read_gguf_external(path) if begins_with(path, _GGUF) else read_llmc(path)
 
 
 def _only_file(folder: Path) -> Path | None:

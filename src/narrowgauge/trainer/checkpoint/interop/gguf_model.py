@@ -48,6 +48,7 @@ import torch
 
 from narrowgauge.nn import Linear
 from narrowgauge.system.errors import UserError, unknown
+from narrowgauge.system.files import cache_entry, make_directory
 from narrowgauge.trainer.checkpoint.interop.gguf_file import (
     PLAIN,
     GgufFile,
@@ -270,11 +271,14 @@ def read_gguf_external(path: Path) -> ExternalModel:
     for name, weight in weights.items():
         if not bool(weight.isfinite().all()):
             raise UserError(f"{path}: the weight {name!r} is not finite; fetch the file again")
-    beside = path.parent / TOKENIZER_FILE
     kinds = {t.type.lower() for t in file.tensors.values() if len(t.shape) > 1}
-    tokenizer = (beside, None) if beside.is_file() else (None, tokenizer_of(file.metadata))
-    settings = settings_of(file.metadata)
-    return ExternalModel(path, "gguf", config, weights, kinds, tokenizer[0], settings, tokenizer[1])
+    tokenizer = path.parent / TOKENIZER_FILE
+    if not tokenizer.is_file() and (own := tokenizer_of(file.metadata)) is not None:
+        tokenizer = cache_entry("tokenizers", own.digest)
+        make_directory(tokenizer.parent)
+        own.save(tokenizer)
+    known = tokenizer if tokenizer.is_file() else None
+    return ExternalModel(path, "gguf", config, weights, kinds, known, settings_of(file.metadata))
 
 
 def _config(file: GgufFile) -> ModelConfig:

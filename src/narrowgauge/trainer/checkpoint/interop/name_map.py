@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from narrowgauge.system.errors import UserError
-from narrowgauge.trainer.data import Tokenizer
 from narrowgauge.trainer.models import ModelConfig, Transformer
 
 #: Their names of our modules: layer I, expert J; several are rows of ours, in this order.
@@ -108,9 +107,8 @@ class ExternalModel:
     config: ModelConfig
     tensors: dict[str, torch.Tensor]  # float32; a tied head is listed under both names
     precisions: Collection[str]  # the formats in which the tensors were stored, such as "bf16"
-    tokenizer: Path | None  # the tokenizer.json that came with it
+    tokenizer: Path | None  # the tokenizer.json beside it, or of the one in its file
     special_tokens: Mapping[str, Any]  # `huggingface.special_tokens_of`
-    made_tokenizer: Tokenizer | None = None  # from the model's own file, if that holds one
 
     def __post_init__(self) -> None:
         if self.config.tied_head:

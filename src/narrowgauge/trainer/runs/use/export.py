@@ -257,7 +257,7 @@ def import_model(path: Path, out: Path, tokenizer: Path | None = None, source: s
     model = read_external_model(path)
     config = imported_config(model, source)
     chosen = tokenizer or model.tokenizer
-    loaded = model.made_tokenizer if chosen is None else load_tokenizer(chosen)
+    loaded = None if chosen is None else load_tokenizer(chosen)
     if loaded is not None and loaded.vocab_size > model.config.vocab_size:
         raise UserError(
             f"the tokenizer {chosen} has {loaded.vocab_size} ids, and the model {path} only "
