@@ -3,27 +3,26 @@
 import pytest
 
 from narrowgauge.system.errors import UserError
-from narrowgauge.trainer.experiment.design import make_runs, parse_variant, recipe_variants
-from narrowgauge.trainer.laboratory.arguments import names as words_of
+from narrowgauge.trainer.experiment.design import RECIPE, make_runs, parse_variant
 from narrowgauge.trainer.laboratory.arguments import parse_seeds
 
 SHORT = {"recipe": "recipe.name"}
 
 
-def names(variants="", seeds=None, values=None):
-    return [run.name for run in make_runs(values or {}, recipe_variants(words_of(variants)), seeds)]
+def runs(recipes, seeds=None, **values):
+    made = make_runs(values, [(name, {RECIPE: name}) for name in recipes.split(",")], seeds)
+    return {run.name: run.config for run in made}
 
 
 def test_one_seed_is_named_as_its_recipe_and_others_by_number():
-    assert names("bf16,fp8") == ["bf16", "fp8"]
-    assert names("bf16,fp8", seeds=2) == ["bf16", "fp8", "bf16-seed-1", "fp8-seed-1"]
-    assert names("bf16", seeds=(7, 0), values={"training": {"seed": 7}}) == ["bf16", "bf16-seed-0"]
-    assert names("bf16", seeds=2, values={"training": {"seed": 7}}) == ["bf16", "bf16-seed-8"]
+    assert [*runs("bf16,fp8")] == ["bf16", "fp8"]
+    assert [*runs("bf16,fp8", 2)] == ["bf16", "fp8", "bf16-seed-1", "fp8-seed-1"]
+    assert [*runs("bf16", (7, 0), training={"seed": 7})] == ["bf16", "bf16-seed-0"]
+    assert [*runs("bf16", 2, training={"seed": 7})] == ["bf16", "bf16-seed-8"]
 
 
 def test_more_recipes_and_seeds_keep_the_runs_that_are_there():
-    before = {p.name: p.config for p in make_runs({}, recipe_variants(["bf16", "fp8"]))}
-    after = {p.name: p.config for p in make_runs({}, recipe_variants(["bf16", "mxfp8", "fp8"]), 3)}
+    before, after = runs("bf16,fp8"), runs("bf16,mxfp8,fp8", 3)
     assert {name: after[name] for name in before} == before
     assert [config.training.seed for config in after.values()] == [0] * 3 + [1] * 3 + [2] * 3
 
@@ -41,12 +40,12 @@ SEEDS = ("x", "1,x", "", "0", "-1")
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: names("bf16"), "'bf16' is one run, and a comparison needs at least two"),
-        (lambda: names("a/x.toml,bf16"), "x.toml"),
-        (lambda: names("bf16", 2, {"optimizer": {"rl": 1}}), "optimizer.lr"),
-        (lambda: names("bf16", 2, {"optimizer": {"lr": "x"}}), "optimizer.lr = 'x'"),
-        (lambda: names("bf16,fp8", seeds=600), "has 1200 runs"),
-        (lambda: names("bf16", (0, 0)), "name each once"),
+        (lambda: runs("bf16"), "'bf16' is one run, and a comparison needs at least two"),
+        (lambda: runs("a/x.toml,bf16"), "x.toml"),
+        (lambda: runs("bf16", 2, optimizer={"rl": 1}), "optimizer.lr"),
+        (lambda: runs("bf16", 2, optimizer={"lr": "x"}), "optimizer.lr = 'x'"),
+        (lambda: runs("bf16,fp8", 600), "has 1200 runs"),
+        (lambda: runs("bf16", (0, 0)), "name each once"),
         (lambda: parse_variant("hp:fp8", SHORT), "'fp8' is not KEY=VALUE"),
         (lambda: parse_variant("hp:recipe=fp8,recipe.name=bf16", SHORT), "recipe.name has two values"),
         (lambda: make_runs({}, [("a/b", {}), ("c", {})]), "names a directory"),

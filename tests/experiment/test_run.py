@@ -2,7 +2,7 @@
 
 import pytest
 
-from narrowgauge.trainer.experiment.design import make_experiment, recipe_variants
+from narrowgauge.trainer.experiment.design import make_experiment
 from narrowgauge.trainer.experiment.run import shortened, with_equal_threads
 from narrowgauge.trainer.models import flops_per_token
 from narrowgauge.trainer.runs.monitor import machine
@@ -44,7 +44,8 @@ def _cores(monkeypatch):
 
 
 def comparison(**training):
-    return make_experiment({"training": {"device": "cpu", **training}}, recipe_variants(["bf16", "fp8"]))
+    variants = [(name, {"recipe.name": name}) for name in ("bf16", "fp8")]
+    return make_experiment({"training": {"device": "cpu", **training}}, variants)
 
 
 def numbers(experiment, out):

@@ -119,6 +119,17 @@ def test_the_estimator_equals_ms_amps_published_case():
     torch.testing.assert_close(slope.float(), torch.tensor(half + half[::-1]), rtol=0.02, atol=2e-3)
 
 
+def test_power_of_two_scales_give_ms_amps_published_cases():
+    """Its 'tensor-wise' and 'per channel' (tests/operators/test_fp4_quantize.py)."""
+    c = make_cast({"cast": "fp4-row", "power_of_two": True})
+    x = torch.tensor([[0.001, 0.048, 0.0997, 0.1503, 0.2002, 0.2497, 0.2974, 0.30699, 0.4001]]).bfloat16()
+    expected = [[0, 0.0625, 0.125, 0.125, 0.1875, 0.25, 0.25, 0.25, 0.375]]
+    assert ng.quantize(x, c).dequantize().tolist() == expected
+    rows = [[-0.01, 0.48, -9.67], [1.623, -2.222, 24.67], [-2.874, 3.699, -34.57], [0.85, -1.343, 18.88]]
+    by_column = ng.quantize(torch.tensor(rows).bfloat16(), c, axis=0).dequantize()
+    assert by_column.abs().tolist() == [[0, 0.5, 8], [1.5, 2, 24], [3, 4, 32], [0.75, 1.5, 16]]
+
+
 def normal(rows, columns, seed=0):
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
 

@@ -24,7 +24,7 @@ whether a format starts. An arm whose state has another format than the referenc
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -272,11 +272,6 @@ def _require_shared(branch: ArmRun, trunk: Config) -> None:
                     f"{own[0]} and of {of_trunk[0]} steps, so they cannot share a trunk; let it begin with "
                     "the fall of the learning rate or later"
                 )
-
-
-def recipe_variants(names: Iterable[str]) -> list[Variant]:
-    """The variants of some recipes: each is named after its recipe, or after the recipe's file."""
-    return [(Path(name).stem, {RECIPE: name}) for name in names]
 
 
 def take_arms(values: Mapping[str, Any], chosen: Sequence[str] = ()) -> tuple[dict[str, Any], list[Variant]]:
