@@ -36,10 +36,10 @@ from narrowgauge.system.t_interval import interval
 from narrowgauge.trainer.analysis import (
     Forks,
     Probed,
-    alone,
     baselines,
     choices_of,
     flops_budget,
+    only_in,
     open_probed,
     recipe_text,
     relative_errors,
@@ -97,7 +97,7 @@ def gemms(probed: Probed) -> Changes:
     """Recipes with one GEMM of one layer in MXFP4, by LAYER.GEMM."""
     recipe, cast = probed.trained.config.spec.recipe, make_cast(NARROW)
     return {
-        f"{layer}.{gemm}": alone(recipe, layer, {p: cast for p in GEMM_PLACES if p.startswith(gemm)})
+        f"{layer}.{gemm}": only_in(recipe, layer, {p: cast for p in GEMM_PLACES if p.startswith(gemm)})
         for layer in probed.layers
         for gemm in GEMMS
     }

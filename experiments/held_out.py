@@ -60,7 +60,7 @@ def measure(out: Path, seed: int, arms: Iterable[str]) -> list[Measured]:
 def losses(run: Path) -> dict[int, ValidationLoss]:
     """The loss of a run on each number of held-out tokens."""
     trained = open_run(run, "cpu")
-    text, engine = run_data(trained, None, lambda _: None).val, Engine.alone(trained.model)
+    text, engine = run_data(trained, None, lambda _: None).val, Engine.of_one_process(trained.model)
     found = {}
     for tokens in HELD_OUT:
         sequences = tokens // trained.config.data.sequence_length

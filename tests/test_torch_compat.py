@@ -57,7 +57,7 @@ def test_hooks_are_seen_and_go_with_a_parameter_that_becomes_another_tensor():
     p.register_post_accumulate_grad_hook(accumulated)
     assert compat.is_called_after_accumulation(p, accumulated)
     torch.utils.swap_tensors(p, torch.nn.Parameter(torch.ones(3)))
-    compat.attach_hooks_again(p)
+    compat.reattach_hooks(p)
     p.sum().backward()
     assert seen == ["gradient", "accumulated"]
 

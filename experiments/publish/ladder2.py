@@ -113,13 +113,13 @@ def tokens_of(tables: Mapping[str, Any]) -> int:
 def _section(name: str, tables: Mapping[str, Any], rows: Sequence[Row]) -> str:
     family = family_of(tables)
     results = row_verdicts(rows, REFERENCE, family, undecided="open")
-    results.sort(key=lambda one: math.inf if math.isnan(one.alone.mean) else one.alone.mean)
+    results.sort(key=lambda one: math.inf if math.isnan(one.individual.mean) else one.individual.mean)
     head = ("arm", "seeds", "gap", "95 %, all arms at once", "bf16 forward", "verdict")
     lines = [
         [
             one.name,
             str(len(one.gaps)),
-            percent(one.alone.mean),
+            percent(one.individual.mean),
             ends(one.at_once),
             percent(mean(one.bf16_gaps)),
             verdict(one),

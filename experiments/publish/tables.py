@@ -39,7 +39,7 @@ def main_table(results: Sequence[Verdict]) -> Table:
     """The highest rung: arm, gap, interval and what belongs to it, the smallest gap first."""
     last = max((result.rung for result in results), default=0)
     top = [result for result in results if result.rung == last]
-    top.sort(key=lambda r: math.inf if math.isnan(r.alone.mean) else r.alone.mean)
+    top.sort(key=lambda r: math.inf if math.isnan(r.individual.mean) else r.individual.mean)
     return COLUMNS, [_cells(result) for result in top]
 
 
@@ -51,8 +51,8 @@ def _cells(one: Verdict) -> list[str]:
         one.name,
         human_count(one.tokens),
         str(len(gaps)) + (f" + {one.diverged} diverged" if one.diverged else ""),
-        percent(one.alone.mean),
-        ends(one.alone),
+        percent(one.individual.mean),
+        ends(one.individual),
         ends(one.at_once),
         percent(deviation).removeprefix("+"),
         percent(mean(one.bf16_gaps)),
@@ -69,7 +69,7 @@ def mean(values: Sequence[float]) -> float:
 def lower_table(results: Sequence[Verdict]) -> Table:
     """A line for each arm: its gap at each rung, with the interval of all arms at once."""
     tokens = sorted({result.tokens for result in results})
-    found = {(r.name, r.tokens): f"{percent(r.alone.mean)} ({ends(r.at_once)})" for r in results}
+    found = {(r.name, r.tokens): f"{percent(r.individual.mean)} ({ends(r.at_once)})" for r in results}
     lines = [
         [arm, *(found.get((arm, count), "-") for count in tokens)]
         for arm in dict.fromkeys(a for a, _ in found)

@@ -9,7 +9,7 @@ import narrowgauge as ng
 from narrowgauge.quantization import cast
 from narrowgauge.recipes import GEMMS
 from narrowgauge.system.errors import UserError
-from narrowgauge.trainer.analysis import Forks, alone, open_probed
+from narrowgauge.trainer.analysis import Forks, only_in, open_probed
 from narrowgauge.trainer.analysis.forks import wide
 from narrowgauge.trainer.report import read_run
 
@@ -32,7 +32,7 @@ def run(trained):
 def test_a_change_without_effect_costs_nothing_to_the_last_digit(run):
     probed = open_probed(run, "cpu", batches=4, batch_size=8)
     recipe = probed.trained.config.spec.recipe
-    gaps = Forks(STEPS, 2).gaps(probed, {name: alone(recipe, "head", of) for name, of in LIBRARY.items()})
+    gaps = Forks(STEPS, 2).gaps(probed, {name: only_in(recipe, "head", of) for name, of in LIBRARY.items()})
     assert set(gaps["bf16"].values()) == {0.0}
     assert 0.0 not in gaps["mxfp4"].values()
 
@@ -66,7 +66,7 @@ def test_search_adds_up_what_forks_measured(run, tmp_path):
     recipe, probed = ng.load_recipe(out), open_probed(run, "cpu", batches=1, batch_size=2)
     own = probed.trained.config.spec.recipe
     narrow = {
-        (layer, gemm): alone(own, layer, dict.fromkeys(places, cast("mxfp4")))
+        (layer, gemm): only_in(own, layer, dict.fromkeys(places, cast("mxfp4")))
         for layer in probed.layers
         for gemm in GEMMS
         if (places := [p for p in recipe.casts if p.startswith(gemm) and is_narrow(recipe, layer, p)])

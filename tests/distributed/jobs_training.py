@@ -45,7 +45,7 @@ class Operands:
         tokens = self.samples if place.endswith(".w") else observation.x.shape[0]
         sizes = self.samples, tokens, self.layer.out_features, self.layer.in_features
         part = self.layer.shards.tensor_shards(*sizes).get(place.partition(".")[2])
-        self.seen.setdefault(place, []).append((observation.seen.clone(), part))
+        self.seen.setdefault(place, []).append((observation.values.clone(), part))
 
     def product(self, *_):
         pass
@@ -76,7 +76,7 @@ class Trained:
                 for each in onlookers:
                     each.layer.observer = each if step == 0 else None
                 told.append(self.trainer.train_step(batches)[:2])
-        self.operands = {(o.name, place): seen for o in onlookers for place, seen in o.seen.items()}
+        self.operands = {(o.name, place): seen for o in onlookers for place, seen in o.values.items()}
         engine, go_to = self.trainer.engine, self.trainer.go_to_sample
         batches = validation_batches(data.val, samples, d.sequence_length, 3 * samples, d.separate_documents)
         val = validation_loss(engine, go_to, batches).mean

@@ -73,7 +73,7 @@ def test_replicas_stay_equal_whatever_a_loop_does(name, is_prepared):
 
 def keeping(seen, name):
     """An observer of a layer that keeps the numbers of each operand."""
-    keep = lambda o: seen.update({f"{name}.{o.place}": o.seen.float()})  # noqa: E731
+    keep = lambda o: seen.update({f"{name}.{o.place}": o.values.float()})  # noqa: E731
     return SimpleNamespace(operand=keep, product=lambda *_: None)
 
 

@@ -35,7 +35,7 @@ def both_layouts(cast: Cast, given: str, device: torch.device, shape: Shape) -> 
     contexts = {
         "": QuantContext(),
         "amax": QuantContext(amax=local_amax(x).float()),
-        "scale": QuantContext(scale=torch.full_like(seen, _SCALE), seen=seen, amax=local_amax(x).float()),
+        "scale": QuantContext(scale=torch.full_like(seen, _SCALE), amax_out=seen, amax=local_amax(x).float()),
     }
     q, other = quantize(x, cast, -1, contexts[given], both=True)
     codes: Found = {"codes": q.codes, "codes along the other axis": q.codes if other is None else other}

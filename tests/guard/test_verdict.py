@@ -42,7 +42,7 @@ def test_what_is_not_finite_is_skipped_whatever_spikes_do(bad):
     for spike in SPIKES:
         g = guard(noise(130), spike=spike, spike_window=128)
         verdict = g.judge(*bad)
-        assert (verdict.action, verdict.takes, verdict.is_finite) == ("skip", False, False)
+        assert (verdict.action, verdict.accepts, verdict.is_finite) == ("skip", False, False)
         assert "loss" in verdict.reason
         assert (g.skips, g.skips_in_a_row) == (1, 1)
         assert actions(g, noise(200, seed=1)).count("skip") == 0, "good steps after it are taken"
@@ -71,7 +71,7 @@ def test_a_spike_in_the_warm_up_is_taken_and_said_once(spike):
     g = guard(spike=spike)
     found = [g.judge(*one, is_warmup=True) for one in history]
     assert [v.action for v in found] == ["take"] * 6 + ["warn"] + ["take"] * 4
-    assert all(v.takes for v in found)
+    assert all(v.accepts for v in found)
     assert "is 4 times the median before it, so a comparison with this run begins in chaos" in found[6].reason
     assert g.warmup_spikes == again(g).warmup_spikes == 2
     for quiet in (guard(spike="off"), guard(spike=spike)):

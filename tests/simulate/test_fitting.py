@@ -10,7 +10,7 @@ import pytest
 
 from narrowgauge.recipes import named_device
 from narrowgauge.system.devices import imagine
-from narrowgauge.trainer.simulate import ALONE, Memory, Room, count_step, estimate_memory, fitting
+from narrowgauge.trainer.simulate import SINGLE, Memory, Room, count_step, estimate_memory, fitting
 from narrowgauge.trainer.simulate.advice import least_state
 from narrowgauge.trainer.simulate.memory import CLASSES
 from narrowgauge.trainer.simulate.room import CONTEXT, FRAGMENTATION
@@ -30,16 +30,16 @@ def room(size, has_host=True, **training):
 
 def test_tensors_cannot_fill_a_gpu_and_can_fill_a_cpu():
     card = room(24 * GIB)
-    assert not card.fits(memory_of(24 * GIB), ALONE)
+    assert not card.fits(memory_of(24 * GIB), SINGLE)
     most = int((24 * GIB - CONTEXT) / (1 + FRAGMENTATION))
-    assert card.fits(memory_of(most), ALONE)
-    assert not card.fits(memory_of(most + 2), ALONE)
-    assert card.needed(memory_of(most), ALONE) == pytest.approx(24 * GIB, abs=2)
+    assert card.fits(memory_of(most), SINGLE)
+    assert not card.fits(memory_of(most + 2), SINGLE)
+    assert card.needed(memory_of(most), SINGLE) == pytest.approx(24 * GIB, abs=2)
     # what the driver keeps lies outside what torch's allocator may take
     assert room(24 * GIB, memory_limit="1GiB").reserved(memory_of(GIB)) == int(FRAGMENTATION * GIB)
     machine, memory = room(GIB, has_host=False), memory_of(1000, host=24)
     assert machine.reserved(memory) == 0
-    assert machine.needed(memory, ALONE) == 1000 + 24 + machine.copy(memory, ALONE)
+    assert machine.needed(memory, SINGLE) == 1000 + 24 + machine.copy(memory, SINGLE)
 
 
 def on_a_gpu(recipe, **training):

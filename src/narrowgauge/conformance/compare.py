@@ -70,13 +70,13 @@ def _second(vector: Vector, given: Any) -> Difference | None:
     due = values(vector.tensor_scale, "fp32").reshape(-1)
     if given is None:
         return Difference("tensor scale", (), 1.0, "none was returned")
-    return _numbers("tensor scale", np.asarray(given, np.float32).reshape(-1), due)
+    return _numeric("tensor scale", np.asarray(given, np.float32).reshape(-1), due)
 
 
 def _of_scales(vector: Vector, scales: Array) -> Difference | None:
     format = vector.cast["scale"]
     if format in WIDE_SCALES:
-        return _numbers("scale", scales.astype(np.float32), values(vector.scales, format))
+        return _numeric("scale", scales.astype(np.float32), values(vector.scales, format))
     return _codes("scale", scales.astype(np.int64), vector.scales)
 
 
@@ -90,7 +90,7 @@ def _of_codes(vector: Vector, codes: Array) -> Difference | None:
     return Difference(found.what, found.where, found.share, f"{found.text}, of x = {x:.9g}")
 
 
-def _numbers(what: str, given: Array, due: Array) -> Difference | None:
+def _numeric(what: str, given: Array, due: Array) -> Difference | None:
     if given.shape != due.shape:
         return Difference(what, (), 1.0, f"{given.size} numbers, {due.size} are due")
     wrong = ~((given == due) | (np.isnan(given) & np.isnan(due)))

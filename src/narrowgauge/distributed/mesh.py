@@ -73,7 +73,7 @@ class Mesh:
                 self._meshes["expert_hsdp"] = mesh["replicate", "expert_shard"]
 
     @property
-    def is_alone(self) -> bool:
+    def is_single(self) -> bool:
         """Whether there is only this process."""
         return not self._meshes
 
@@ -83,7 +83,7 @@ class Mesh:
 
     def index(self, axis: str) -> int:
         """Rank of this process on an axis."""
-        return 0 if self.is_alone else self._meshes[axis].get_local_rank()
+        return 0 if self.is_single else self._meshes[axis].get_local_rank()
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """The processes whose coordinates differ from this one's on that axis only."""

@@ -99,15 +99,15 @@ WireFormats = Mapping[torch.Tensor, WireFormat]
 class QuantizedSum(NamedTuple):
     """A sum in its wire format: uint8 codes and their 0-dim scale, or bf16 or fp16 values and None."""
 
-    numbers: torch.Tensor
+    elements: torch.Tensor
     scale: torch.Tensor | None
     element: Format
 
     def values(self) -> torch.Tensor:
         """The sum in float32."""
         if self.scale is None:
-            return self.numbers.float()
-        return decode(self.numbers, self.element) * self.scale
+            return self.elements.float()
+        return decode(self.elements, self.element) * self.scale
 
 
 def wire_formats(model: torch.nn.Module) -> dict[torch.Tensor, WireFormat]:
@@ -171,9 +171,9 @@ def all_reduce(tensors: Tensors, wires: Sequence[WireFormat], group: Group) -> l
     parts = sum_quantized(columns, [wires[i] for i in narrow], group)
     if not narrow:
         return sums
-    gathered = _in_bytes([part.numbers for part in parts], partial(all_gather_rows, group=group))
-    for i, part, numbers in zip(narrow, parts, gathered, strict=True):
-        sums[i] = part._replace(numbers=numbers.flatten()[: tensors[i].numel()].view(tensors[i].shape))
+    gathered = _in_bytes([part.elements for part in parts], partial(all_gather_rows, group=group))
+    for i, part, elements in zip(narrow, parts, gathered, strict=True):
+        sums[i] = part._replace(elements=elements.flatten()[: tensors[i].numel()].view(tensors[i].shape))
     return sums
 
 
@@ -224,9 +224,9 @@ def _store(gradient: GradientState, total: QuantizedSum) -> None:
     if not (same and cast.is_scaled == (total.scale is not None)):
         gradient.write(total.values())
     elif total.scale is None:
-        gradient.tensors["values"].copy_(total.numbers)
+        gradient.tensors["values"].copy_(total.elements)
     else:
-        gradient.tensors["codes"].copy_(total.numbers)
+        gradient.tensors["codes"].copy_(total.elements)
         gradient.tensors["scales"].copy_(total.scale)
 
 

@@ -83,7 +83,7 @@ class GuardVerdict:
     is_finite: bool = True
 
     @property
-    def takes(self) -> bool:
+    def accepts(self) -> bool:
         """Whether the update is made."""
         return self.action in ("take", "warn")
 

@@ -23,7 +23,7 @@ from narrowgauge.quantization import Cast, make_cast
 from narrowgauge.recipes import GEMM_PLACES, STATE_PLACES, Recipe, Rule
 from narrowgauge.recipes.parse import cast_in
 from narrowgauge.recipes.places import SEEN_BEFORE, Moment
-from narrowgauge.recipes.recipe_rules import have_same_numbers
+from narrowgauge.recipes.recipe_rules import have_equal_values
 from narrowgauge.system.errors import UserError
 from narrowgauge.system.toml_text import toml_value
 
@@ -98,7 +98,7 @@ def require_raising(recipe: Recipe, raise_to: str, gauges_every: int) -> None:
 def places_with(recipe: Recipe, place: str) -> tuple[str, ...]:
     """The operands that are widened together with a given one, including itself."""
     found, casts = {place}, recipe.casts
-    tied = [{a, b} for b, a in SEEN_BEFORE.items() if casts[b].of or have_same_numbers(casts, a, b)]
+    tied = [{a, b} for b, a in SEEN_BEFORE.items() if casts[b].of or have_equal_values(casts, a, b)]
     for a, b in zip(GEMM_PLACES[::2], GEMM_PLACES[1::2], strict=True):
         if casts[a].hadamard or (casts[a].keep_cast and casts[b].keep_cast):
             tied.append({a, b})

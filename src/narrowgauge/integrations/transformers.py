@@ -183,7 +183,7 @@ class NarrowTrainerCallback(TrainerCallback):  # type: ignore[misc, unused-ignor
             self.gauges.after_backward()
         norm = optimizer.clip_grad_norm_(math.inf).item()
         verdict = self.guard.judge(0.0, norm)
-        if not verdict.takes:
+        if not verdict.accepts:
             self.guard.require_patience(verdict, state.global_step + 1)
             optimizer.zero_grad()
             discard_step(kwargs["model"])

@@ -136,7 +136,7 @@ def _supports(state: QuantizedState | Tensor) -> bool:
         return use_kernels(state) and state.dtype in _PLAIN and state.is_contiguous()
     values = next(iter(state.tensors.values()))
     is_whole = state.shard is None or state.shard.is_full
-    is_there = has_kernels(state.device) and values.numel() > 0 if state.is_apart else use_kernels(values)
+    is_there = has_kernels(state.device) and values.numel() > 0 if state.is_offloaded else use_kernels(values)
     return is_whole and is_there and state.gauge is None and _supports_cast(state.cast)
 
 

@@ -87,8 +87,8 @@ def attach_amax(tensor: Tensor, amax: Tensor) -> None:
         setattr(tensor, ATTACHED, (amax, version_of(tensor)))
 
 
-def raise_amax(seen: Tensor, tensor: Tensor, amax: Tensor | None = None) -> None:
-    """Raise `seen`, 0-dim fp32, to max |tensor| if that is finite; `amax` is that maximum, if known."""
+def raise_amax(out: Tensor, tensor: Tensor, amax: Tensor | None = None) -> None:
+    """Raise `out`, 0-dim fp32, to max |tensor| if that is finite; `amax` is that maximum, if known."""
     if tensor.numel():
         amax = local_amax(tensor).float() if amax is None else amax
-        torch.maximum(seen, torch.where(amax.isfinite(), amax, 0.0), out=seen)
+        torch.maximum(out, torch.where(amax.isfinite(), amax, 0.0), out=out)

@@ -59,7 +59,7 @@ def quantize(
         writes both (else None; only casts whose values do not depend on the axis have them).
     """
     has_kernel = _has_kernel(x, cast, context)
-    context = _seen(x, cast, context, has_kernel)
+    context = _record_amax(x, cast, context, has_kernel)
     if has_kernel:
         from narrowgauge.kernels.triton.cast_launch import quantized
 
@@ -83,7 +83,7 @@ def quantize_in_tiles(
         return None
     from narrowgauge.kernels.triton.cast_launch import in_tiles
 
-    return in_tiles(x, cast, axis, _seen(x, cast, context, has_kernel=True))
+    return in_tiles(x, cast, axis, _record_amax(x, cast, context, has_kernel=True))
 
 
 def amaxes_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -108,7 +108,7 @@ def emulate(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`quantization.emulate` of a matrix; `axis` is -1 or 0."""
     has_kernel = _has_kernel(x, cast, context)
-    context = _seen(x, cast, context, has_kernel)
+    context = _record_amax(x, cast, context, has_kernel)
     if has_kernel:
         from narrowgauge.kernels.triton.cast_launch import emulated
 
@@ -179,12 +179,12 @@ def _has_kernel(x: torch.Tensor, cast: Cast, context: QuantContext) -> bool:
     return is_drawn and context.shard is None and context.held is None
 
 
-def _seen(x: torch.Tensor, cast: Cast, context: QuantContext, has_kernel: bool) -> QuantContext:
-    """The context without `seen`, after raising it; unchanged if the cast's kernel raises it."""
-    if context.seen is None or (has_kernel and context.scale is not None and not cast.hadamard):
+def _record_amax(x: torch.Tensor, cast: Cast, context: QuantContext, has_kernel: bool) -> QuantContext:
+    """The context without `amax_out`, after raising it; unchanged if the cast's kernel raises it."""
+    if context.amax_out is None or (has_kernel and context.scale is not None and not cast.hadamard):
         return context
-    raise_amax(context.seen, x, context.amax)
-    return replace(context, seen=None)
+    raise_amax(context.amax_out, x, context.amax)
+    return replace(context, amax_out=None)
 
 
 _casts: dict[str, Cast] = {}  # the casts that this process's graphs refer to by name

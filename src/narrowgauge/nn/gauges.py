@@ -143,7 +143,7 @@ class LayerGauge:
         """Read an operand against the matrix that it was made from."""
         key, o = (self.layer, observation.place), observation
         if key not in self.gauges.vectors:
-            self.gauges.vectors[key] = o.cast, gauge_operand(o.x, o.seen, o.cast, o.axis, o.context)
+            self.gauges.vectors[key] = o.cast, gauge_operand(o.x, o.values, o.cast, o.axis, o.context)
 
     def product(self, place: str, c_MN: torch.Tensor, a_RK: torch.Tensor, b_NK: torch.Tensor) -> None:
         """Read some rows of a matmul against the same rows in high precision."""

@@ -84,9 +84,9 @@ def _backward(ctx: Any, dy_MN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     if needs_dx:
         dy = operands.of(dy_MN, "dgrad.dy", -1, shares_dy, dy_amax)
         if ctx.reuses_w:
-            w = operands.again(ctx.restore_w(*kept_w), "dgrad.w")
+            w = operands.requantized(ctx.restore_w(*kept_w), "dgrad.w")
         elif layer.casts["dgrad.w"].of:
-            w = operands.again(operands.of_weight(w_NK, "fprop.w", -1), "dgrad.w")
+            w = operands.requantized(operands.of_weight(w_NK, "fprop.w", -1), "dgrad.w")
         else:
             w = operands.of_weight(w_NK, "dgrad.w", 0)
         dx_MK = multiply(dy, w, layer.compute).to(x_dtype)
@@ -97,14 +97,14 @@ def _backward(ctx: Any, dy_MN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
             observer.product("dgrad.dx", dx_MK, dy_MN, weight_values(w_NK).T)
     if needs_dw:
         if layer.casts["wgrad.dy"].of:
-            dy = operands.again(dy or operands.of(dy_MN, "dgrad.dy", -1, amax=dy_amax), "wgrad.dy")
+            dy = operands.requantized(dy or operands.of(dy_MN, "dgrad.dy", -1, amax=dy_amax), "wgrad.dy")
         elif shares_dy and dy is not None:
             dy = dy.transposed()
         else:
             dy = operands.of(dy_MN, "wgrad.dy", 0, amax=dy_amax)
         x = ctx.restore_x(*kept_x)
         if layer.reuses_x:
-            x = operands.again(x, "wgrad.x")
+            x = operands.requantized(x, "wgrad.x")
         else:
             amax = operands.input_amax if layer.saved == "input" else None
             x = operands.of(x.elements, "wgrad.x", 0, amax=amax)

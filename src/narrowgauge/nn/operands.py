@@ -65,7 +65,7 @@ from narrowgauge.quantization import (
 from narrowgauge.quantization import cast as named_cast
 from narrowgauge.quantization.passes.implementations import ROW_PLACES, rows_gap
 from narrowgauge.recipes.places import CHOOSES, GEMM_PLACES, GEMMS
-from narrowgauge.recipes.recipe_rules import have_same_numbers, reuses
+from narrowgauge.recipes.recipe_rules import have_equal_values, reuses
 from narrowgauge.system.torch_compat import is_accumulated
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -88,7 +88,7 @@ class Observation:
 
     place: str  # the place in the recipe, such as "fprop.x"
     x: torch.Tensor  # the matrix as it came, in high precision
-    seen: torch.Tensor  # the values that the GEMM sees, scale applied
+    values: torch.Tensor  # the values that the GEMM sees, scale applied
     cast: Cast  # of the place
     axis: int  # the axis that the GEMM contracts
     context: QuantContext  # the context under which the cast was applied
@@ -178,7 +178,7 @@ class LayerSpec:
         casts, wide = self.casts, _WIDE.get(self.compute)
         self.forms = {place: self._form(place, cast) for place, cast in casts.items()}
         self.reuses_x, self.reuses_w = (reuses(place, casts, self.saved) for place in ("wgrad.x", "dgrad.w"))
-        self.shares_dy = have_same_numbers(casts, "dgrad.dy", "wgrad.dy")
+        self.shares_dy = have_equal_values(casts, "dgrad.dy", "wgrad.dy")
         self.is_wide = isinstance(self.saved, str) and all(cast == wide for cast in casts.values())
 
     def _form(self, place: str, cast: Cast) -> str:
@@ -263,7 +263,7 @@ class Operands:
             kept.kept[key] = self.of(weight_values(w_NK), place, axis, both)
         return kept.kept[key]
 
-    def again(self, operand: Operand, place: str) -> Operand:
+    def requantized(self, operand: Operand, place: str) -> Operand:
         """The operand of a place that reuses another place's `operand`, contracted along the other axis.
 
         If the cast of the place has scales, the values are rounded once more.

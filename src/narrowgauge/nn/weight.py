@@ -77,32 +77,32 @@ class GatheredWeight(Proxy):
     """A full weight (N, K) in its transfer format; its dtype is float32, so that its gradient is float32.
 
     Attributes:
-        numbers: uint8 codes, or values in bf16, fp16 or fp32; in memory that FSDP frees and fills again.
-        scale: 0-dim float32 factor of the numbers, or None for 1.
-        cast: the cast of the numbers.
+        elements: uint8 codes, or values in bf16, fp16 or fp32; in memory that FSDP frees and fills again.
+        scale: 0-dim float32 factor of the elements, or None for 1.
+        cast: the cast of the elements.
         is_operand: whether matmuls use the values unchanged; otherwise they quantize the weight first.
     """
 
-    numbers: torch.Tensor
+    elements: torch.Tensor
     scale: torch.Tensor | None
     cast: Cast
     is_operand: bool
 
     @staticmethod
     def __new__(
-        cls, numbers: torch.Tensor, scale: torch.Tensor | None, cast: Cast, is_operand: bool
+        cls, elements: torch.Tensor, scale: torch.Tensor | None, cast: Cast, is_operand: bool
     ) -> "GatheredWeight":
         """Make a tensor with the shape of the codes or values."""
-        self = wrapper_subclass(cls, numbers.shape, numbers.stride(), torch.float32, numbers.device)
-        self.numbers, self.scale, self.cast, self.is_operand = numbers, scale, cast, is_operand
+        self = wrapper_subclass(cls, elements.shape, elements.stride(), torch.float32, elements.device)
+        self.elements, self.scale, self.cast, self.is_operand = elements, scale, cast, is_operand
         return self
 
     def wide(self) -> torch.Tensor:
-        """The weight's values: float32 where it has a scale, else the numbers themselves."""
-        if self.numbers.dtype == torch.uint8:
+        """The weight's values: float32 where it has a scale, else the elements themselves."""
+        if self.elements.dtype == torch.uint8:
             assert self.scale is not None
-            return decode(self.numbers, self.cast.element) * self.scale
-        return self.numbers if self.scale is None else self.numbers.float() * self.scale
+            return decode(self.elements, self.cast.element) * self.scale
+        return self.elements if self.scale is None else self.elements.float() * self.scale
 
     def values(self) -> torch.Tensor:
         """The weight's values, float32."""
@@ -117,10 +117,10 @@ class GatheredWeight(Proxy):
     def operand(self, dtype: torch.dtype, native: bool) -> Operand:
         """The operand of a matmul over the last axis, as `emulate` or (native) `quantize` would make it."""
         if self.scale is None:
-            return Operand(self.numbers)
+            return Operand(self.elements)
         if native:
-            return Operand(self.numbers, self.scale, form=CODES, cast=self.cast)
-        return Operand(decode(self.numbers, self.cast.element, dtype), self.scale)
+            return Operand(self.elements, self.scale, form=CODES, cast=self.cast)
+        return Operand(decode(self.elements, self.cast.element, dtype), self.scale)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -131,13 +131,13 @@ class GatheredWeight(Proxy):
         if isinstance(first, GatheredWeight):
             if func is aten.as_strided.default:  # FSDP calls it with the weight's own shape
                 assert (tuple(args[1]), tuple(args[2])) == (first.shape, first.stride())
-                return GatheredWeight(first.numbers, first.scale, first.cast, first.is_operand)
+                return GatheredWeight(first.elements, first.scale, first.cast, first.is_operand)
             if is_view_operation(func) and "dtype" not in str(func):
-                view = func(first.numbers, *args[1:], **(kwargs or {}))
+                view = func(first.elements, *args[1:], **(kwargs or {}))
                 if isinstance(view, torch.Tensor):  # `split` and the like take the values
                     return GatheredWeight(view, first.scale, first.cast, first.is_operand)
             if func is aten._to_copy.default and first.scale is None and kwargs:
-                return func(first.numbers, *args[1:], **kwargs)
+                return func(first.elements, *args[1:], **kwargs)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -339,17 +339,17 @@ class WeightGather:
         self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[torch.Tensor], Any]:
         """The codes or values that the shard sends, padded to the longest shard; their scale; the rows."""
-        numbers, scale = self._numbers(local_tensor(self.parameter))
-        missing = -(-outer_size[0] // mesh.size()) - len(numbers)
-        return (pad(numbers, (0, 0, 0, missing)) if missing else numbers,), (scale, outer_size[0])
+        elements, scale = self._elements(local_tensor(self.parameter))
+        missing = -(-outer_size[0] // mesh.size()) - len(elements)
+        return (pad(elements, (0, 0, 0, missing)) if missing else elements,), (scale, outer_size[0])
 
-    def _numbers(self, shard: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _elements(self, shard: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The shard's codes or values, in its shape, and their scale."""
         if self.at_rest is not None:
             if not self.cast.is_scaled and self.at_rest.cast.is_scaled:
                 return self.at_rest.read(), None
-            numbers, *scales = self.at_rest.tensors.values()
-            return numbers, scales[0] if scales else None
+            elements, *scales = self.at_rest.tensors.values()
+            return elements, scales[0] if scales else None
         if not self.cast.is_scaled:
             return shard.to(torch_dtype(self.cast.element)), None
         if self.version != version_of(shard):
@@ -372,12 +372,12 @@ class WeightGather:
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
         """The gathered weight; if `out` is given, it is updated in place instead."""
         scale, rows = metadata
-        numbers = outputs[0][:rows]
+        elements = outputs[0][:rows]
         if out is None:
-            return GatheredWeight(numbers, scale, self.cast, self.at_rest is None), ()
+            return GatheredWeight(elements, scale, self.cast, self.at_rest is None), ()
         weight = local_tensor(out)
         assert isinstance(weight, GatheredWeight)
-        weight.numbers, weight.scale = numbers, scale
+        weight.elements, weight.scale = elements, scale
         return None
 
 

@@ -28,8 +28,8 @@ class QuantContext:
             devices share). None computes it from the tensor.
         held: 0-dim float32, the amax to use instead of the tensor's own under a tensor scale that is held for
             some steps; 0 or None uses the tensor's own.
-        seen: 0-dim float32, raised by `kernels.quantize` and `kernels.emulate` to the tensor's amax if that
-            is finite; or None.
+        amax_out: 0-dim float32, raised by `kernels.quantize` and `kernels.emulate` to the tensor's amax, if
+            that is finite; or None.
         channels: bool, for each channel of the local tensor whether the cast keeps it apart; None takes
             those with the tensor's largest norms.
         shard: The position of the tensor in a global one. Its processes quantize at the same time.
@@ -43,7 +43,7 @@ class QuantContext:
     scale: torch.Tensor | None = None
     shard: TensorShard | None = None
     held: torch.Tensor | None = None
-    seen: torch.Tensor | None = None
+    amax_out: torch.Tensor | None = None
     channels: torch.Tensor | None = None
     limits: tuple[torch.Tensor, torch.Tensor] | None = None
     amax: torch.Tensor | None = None

@@ -105,7 +105,7 @@ class QTensor:
         """
         if dtype not in (wide := (*_DTYPES, torch.float64)):
             raise UserError(f"dtype = {dtype}: it must be one of {', '.join(map(str, wide))}")
-        numbers = self._numbers(with_outer=True)
+        numbers = self._elements(with_outer=True)
         numbers = numbers if self.mean is None else numbers + self.mean
         if self.channels is not None and self.kept is not None:
             numbers = torch.where(self.channels, self.kept, numbers)
@@ -117,11 +117,11 @@ class QTensor:
         dtype = operand_dtype(self.cast, dtype)
         if self.cast.block is None:
             return in_c.decoded(self.codes, self.cast.element, dtype), self.scales
-        numbers = self._numbers(self.cast.has_row_scales)
+        numbers = self._elements(self.cast.has_row_scales)
         is_apart = self.cast.tensor_scale == "tensor"
         return numbers.to(dtype), self.tensor_scale if is_apart else None
 
-    def _numbers(self, with_outer: bool) -> torch.Tensor:
+    def _elements(self, with_outer: bool) -> torch.Tensor:
         """Elements times the scales of their blocks, and perhaps times the outer scale."""
         block, outer = self.aligned_scales()
         numbers = self.blocks.split(decode(self.codes, self.cast.element)) * block

@@ -286,7 +286,7 @@ def _of_gather(cast: Cast, operands: Sequence[Cast], weight: Cast) -> Iterator[s
     )
 
 
-def have_same_numbers(casts: Mapping[str, Cast], a: str, b: str) -> bool:
+def have_equal_values(casts: Mapping[str, Cast], a: str, b: str) -> bool:
     """Whether two places see the same values of the same tensor, whatever the axis."""
     return casts[a] == casts[b] and casts[a].ignores_axis and not casts[a].is_random
 
@@ -294,7 +294,7 @@ def have_same_numbers(casts: Mapping[str, Cast], a: str, b: str) -> bool:
 def reuses(place: str, casts: Mapping[str, Cast], saved: str | Cast) -> bool:
     """Whether dgrad.w or wgrad.x uses the values of the forward pass, or something made from them."""
     is_kept = place != "wgrad.x" or isinstance(saved, str)
-    return is_kept and (bool(casts[place].of) or have_same_numbers(casts, SEEN_BEFORE[place], place))
+    return is_kept and (bool(casts[place].of) or have_equal_values(casts, SEEN_BEFORE[place], place))
 
 
 def weight_operands(*given: Mapping[str, Cast | None]) -> tuple[Cast, ...]:

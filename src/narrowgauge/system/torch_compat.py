@@ -215,7 +215,7 @@ def is_accumulated(node: Any) -> bool:
         return False
 
 
-def attach_hooks_again(p: torch.Tensor) -> None:
+def reattach_hooks(p: torch.Tensor) -> None:
     """Let the hooks of a parameter see the gradients of the tensor that it has become (`swap_tensors`).
 
     Python holds the hooks by the parameter, autograd by the tensor; setting the attribute joins the two.

@@ -17,7 +17,7 @@ from narrowgauge.trainer.cluster.plan.cluster_spec import Cluster, cluster_names
 from narrowgauge.trainer.cluster.plan.estimate import counted_step, estimate, expectation, speeds_of
 from narrowgauge.trainer.cluster.plan.plan import as_json, fewest_devices, make_plan
 from narrowgauge.trainer.simulate import (
-    ALONE,
+    SINGLE,
     Memory,
     StepEstimate,
     count_step,
@@ -250,7 +250,7 @@ def test_the_line_that_fits_is_printed_and_fits(narrowgauge):
     data, model = {"sequence_length": 128}, {"name": "gpt2-124m", "layers": 4, "vocab_size": 256}
     smallest = make_config({"model": model, "data": data, "training": least, "recipe": narrow})
     memory = estimate_memory(smallest)
-    limit = Room(0, "", has_host=True, copies_saves=False).needed(memory, ALONE)
+    limit = Room(0, "", has_host=True, copies_saves=False).needed(memory, SINGLE)
     words = "--model gpt2-124m --model.layers 4 --model.vocab_size 256 --data.sequence_length 128 "
     words += f"--recipe fp8 --training.batch_size 4 --training.micro_batch_size 4 --memory-limit {limit}B"
     shown = narrowgauge("plan", *words.split())

@@ -27,7 +27,7 @@ def test_the_newest_model_gives_the_recorded_loss(trained, look, text, changes):
     assert not there.model.training
     val = prepare(text, "bytes").val
     batches = validation_batches(val, 2, 32, 4)
-    loss = validation_loss(Engine.alone(there.model), there.go_to_sample, batches).mean
+    loss = validation_loss(Engine.of_one_process(there.model), there.go_to_sample, batches).mean
     assert loss == look(path).steps[-1]["val_loss"]
 
 
@@ -47,7 +47,7 @@ def test_eval_takes_the_text_of_the_runs_validation(train, look, tmp_path, capsy
 def test_the_loss_is_the_mean_over_tokens_and_of_bytes_the_bits_a_byte(trained, text):
     # In fp8 a batch shares its scales, so that its sequences are not computed as they are alone.
     there = open_run(trained({"recipe.name": "fp32"}), "cpu")
-    engine, val = Engine.alone(there.model), prepare(text, "bytes").val
+    engine, val = Engine.of_one_process(there.model), prepare(text, "bytes").val
     singly, together = (
         validation_loss(engine, there.go_to_sample, validation_batches(val, size, 32)).mean for size in (1, 2)
     )

@@ -163,7 +163,7 @@ def _cast_given(
     amax = None if cast.hadamard or cast.block is not None else context.amax
     if amax is None:
         amax = _largest(x, cast, axis)
-    scale, seen, known_amax, divides = context.scale, context.seen, None, False
+    scale, seen, known_amax, divides = context.scale, context.amax_out, None, False
     from_amax = scale is None and cast.scale == "fp32"
     if from_amax:
         factor, block = amax, torch.empty(amax.shape, dtype=torch.float32, device=x.device)

@@ -35,12 +35,12 @@ from narrowgauge.quantization.state.proxy import Opened, Proxy
 from narrowgauge.system.errors import UserError
 from narrowgauge.system.torch_compat import (
     as_shard,
-    attach_hooks_again,
     is_collective,
     is_in_place,
     is_view_operation,
     local_tensor,
     operation_name,
+    reattach_hooks,
     tree_leaves,
     tree_map_only,
     wait_for,
@@ -240,7 +240,7 @@ def _become(p: torch.Tensor, content: torch.Tensor, record: ParamState) -> None:
             "a weight cannot change its format while an autograd graph or a weak reference holds it: "
             "convert or move the model before the forward pass, or after its results are dropped"
         ) from error
-    attach_hooks_again(p)
+    reattach_hooks(p)
     attach_state(p, record)
 
 

@@ -169,7 +169,7 @@ class QuantizedState:
 
     def fetch(self) -> None:
         """Start copying from the host to the GPU, in parallel with other work, for the next `read`."""
-        if not self.is_apart:
+        if not self.is_offloaded:
             return
         stream = _copies(self.device) if self.device.type == "cuda" else None
         if stream is not None:
@@ -180,13 +180,13 @@ class QuantizedState:
         self.prefetched = copies, event, self._versions()
 
     @property
-    def is_apart(self) -> bool:
+    def is_offloaded(self) -> bool:
         """Whether the tensors are in another memory than that of the device that computes with them."""
         return self.on_host and is_gpu(self.device)
 
     def on_device(self) -> dict[str, torch.Tensor]:
         """The stored tensors on the device that computes with them; copies if they are elsewhere."""
-        if not self.is_apart:
+        if not self.is_offloaded:
             return self.tensors
         copies, event, versions = self.prefetched or ({}, None, [])
         self.prefetched = None
@@ -201,13 +201,13 @@ class QuantizedState:
 
     def keep(self, tensors: Iterable[torch.Tensor]) -> None:
         """Store the tensors of `on_device`, in their order, after an in-place update."""
-        if self.is_apart:
+        if self.is_offloaded:
             for to, changed in zip(self.tensors.values(), tensors, strict=True):
                 to.copy_(changed, non_blocking=True)
 
     def wait(self) -> None:
         """Wait for copies to the host; call it before host code reads or writes the stored tensors."""
-        if self.is_apart and self.device.type == "cuda":
+        if self.is_offloaded and self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def _versions(self) -> list[int]:

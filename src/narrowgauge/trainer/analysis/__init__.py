@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from narrowgauge.trainer.analysis.budget import Budget as Budget
     from narrowgauge.trainer.analysis.budget import flops_budget as flops_budget
     from narrowgauge.trainer.analysis.forks import Forks as Forks
-    from narrowgauge.trainer.analysis.forks import alone as alone
+    from narrowgauge.trainer.analysis.forks import only_in as only_in
     from narrowgauge.trainer.analysis.probe import RecipeProbe as RecipeProbe
     from narrowgauge.trainer.analysis.probe import probe as probe
     from narrowgauge.trainer.analysis.probe import probe_json as probe_json

@@ -97,7 +97,7 @@ def wide(recipe: Recipe) -> Recipe:
     return recipe.with_rules((Rule(places=casts),))
 
 
-def alone(recipe: Recipe, layer: str, casts: Mapping[str, Cast]) -> Recipe:
+def only_in(recipe: Recipe, layer: str, casts: Mapping[str, Cast]) -> Recipe:
     """A recipe like `wide`, except for some places of one layer."""
     changed = wide(recipe).with_rules((Rule(places=casts, modules=(layer,)),))
     return replace(changed, name=f"{layer}: {', '.join(casts)}")

@@ -37,7 +37,7 @@ from narrowgauge.recipes import recipe as recipe_named
 from narrowgauge.system.errors import UserError
 from narrowgauge.system.json_lines import strict_json
 from narrowgauge.system.t_interval import interval
-from narrowgauge.trainer.analysis.forks import alone
+from narrowgauge.trainer.analysis.forks import only_in
 from narrowgauge.trainer.analysis.gradient import Progress, counted, linear_layers, loss_and_gradient, loss_of
 from narrowgauge.trainer.analysis.linear_graph import LinearGraph
 from narrowgauge.trainer.analysis.probe import Subject
@@ -94,7 +94,7 @@ def forward_costs(subject: Subject, cast: Cast, show: Progress | None = None) ->
     wide = [loss_of(model, batch, subject.position) for batch in subject.batches]
 
     def cost(layer: str, place: str) -> list[float]:
-        convert(model, alone(recipe_named("fp32"), layer, {place: cast}))
+        convert(model, only_in(recipe_named("fp32"), layer, {place: cast}))
         return [
             loss_of(model, batch, subject.position) - loss
             for batch, loss in zip(subject.batches, wide, strict=True)
@@ -136,7 +136,7 @@ def exact_backward_costs(
     wide = [loss_and_gradient(model, batch, subject.position)[1] for batch in subject.batches]
 
     def cost(layer: str, place: str) -> list[float]:
-        convert(model, alone(recipe_named("fp32"), layer, {place: cast}))
+        convert(model, only_in(recipe_named("fp32"), layer, {place: cast}))
         shares = []
         for batch, gradient in zip(subject.batches, wide, strict=True):
             _, changed = loss_and_gradient(model, batch, subject.position)

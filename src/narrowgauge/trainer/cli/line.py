@@ -184,7 +184,7 @@ def _add(p: argparse.ArgumentParser, name: str, hint: Any, default: Any, text: s
         p.add_argument(how.pop("dest"), **how)
         return
     how |= {"nargs": "+", "action": "extend"} if is_many else {}
-    how |= {"nargs": "?", "const": form.alone} if form.alone is not None else {}
+    how |= {"nargs": "?", "const": form.bare} if form.bare is not None else {}
     p.add_argument(flag, required=is_required, **how)
 
 
@@ -247,7 +247,7 @@ def keys_text(topic: str) -> str:
     for section in sections if topic == "all" else (topic,):
         lines += ["", f"[{section}]"] if lines else [f"[{section}]"]
         for name, key in sections[section].items():
-            lines += _row(f"  --{name} {key.takes}", str(key), COLUMN + 6)
+            lines += _row(f"  --{name} {key.metavar}", str(key), COLUMN + 6)
     return "\n".join(lines) + "\n"
 
 
@@ -310,12 +310,12 @@ class Parser(argparse.ArgumentParser):
             self.add_argument("--out", type=reader(Path), metavar="DIR", help="the run directory")
         for short, name in SHORT.items():
             text = str(keys[name]).replace("%", "%%")
-            self.add_argument(f"--{short}", dest=name, metavar=keys[name].takes, help=text)
+            self.add_argument(f"--{short}", dest=name, metavar=keys[name].metavar, help=text)
         for name, key in keys.items():
             how: dict[str, Any] = {"help": argparse.SUPPRESS, "default": argparse.SUPPRESS}
-            how |= {"action": Join} if key.takes.endswith(",...") else {}
-            how |= {"nargs": "?", "const": "true"} if key.takes.startswith("true|false") else {}
-            self.add_argument(f"--{name}", dest=name, metavar=key.takes, **how)
+            how |= {"action": Join} if key.metavar.endswith(",...") else {}
+            how |= {"nargs": "?", "const": "true"} if key.metavar.startswith("true|false") else {}
+            self.add_argument(f"--{name}", dest=name, metavar=key.metavar, **how)
 
     def read(self, words: Sequence[str]) -> argparse.Namespace:
         """The options in the words after the verb; ends with the help if that is asked for."""

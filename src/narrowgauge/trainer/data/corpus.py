@@ -2,7 +2,7 @@
 
 | file             | content                                                                          |
 |------------------|----------------------------------------------------------------------------------|
-| `train.bin`      | the training tokens, in the layout of `tokens`; if there are too many for    |
+| `train.bin`      | the training tokens, in the layout of `tokens`; if there are too many for        |
 |                  | one file, `train_000000.bin` and so on                                           |
 | `val.bin`        | the tokens of the held-out documents, in the same layout                         |
 | `tokenizer.json` | the tokenizer                                                                    |

@@ -130,11 +130,11 @@ class Stage(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run one block for one micro-batch; a recomputation runs after later micro-batches have begun."""
         if (recomputed := options.get("recomputed")) is not None:  # a part of the block
-            options["recomputed"] = lambda function, *of: recomputed(partial(self._again, i, function), *of)
-        pair: tuple[torch.Tensor, torch.Tensor | None] = self._again(i, block, *inputs, **options)
+            options["recomputed"] = lambda function, *of: recomputed(partial(self._part, i, function), *of)
+        pair: tuple[torch.Tensor, torch.Tensor | None] = self._part(i, block, *inputs, **options)
         return pair
 
-    def _again(self, i: int, function: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
+    def _part(self, i: int, function: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
         """A block, or a part of it, for one micro-batch."""
         self.stage_input.enter(i)
         return function(*inputs, **options)

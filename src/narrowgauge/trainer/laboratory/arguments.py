@@ -41,7 +41,7 @@ class Form:
     is_positional: bool = False  # whether it is given without an option's name
     is_list: bool = False  # whether the values of a repeated option are joined
     nargs: str | None = None  # how many words a positional one takes; None for what its type says
-    alone: Any = None  # the value of an option that is given without one
+    bare: Any = None  # the value of an option that is given without one
     flag: str = ""  # the option's name, where it is not that of the parameter
 
 

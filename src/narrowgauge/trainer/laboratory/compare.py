@@ -111,7 +111,7 @@ def compare(
     rungs: Annotated[Sequence[int], Form("STEPS,...", given.numbers, is_list=True)] = (),
     arms: Annotated[Sequence[str], given.NAMES, Form("A,B")] = (),
     jobs: given.Count = 0,
-    ray: Annotated[str, Form("ADDRESS", alone="auto")] = "",
+    ray: Annotated[str, Form("ADDRESS", bare="auto")] = "",
     dry_run: Annotated[bool, Form()] = False,
     watch: Annotated[bool, Form()] = False,
     quiet: bool = False,

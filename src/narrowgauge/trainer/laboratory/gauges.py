@@ -272,7 +272,7 @@ class _WithOwn(LayerGauge):
         super().operand(observation)
         key = (self.layer, observation.place)
         if key not in self.found:
-            x, seen = observation.x.detach().float(), observation.seen.detach().float()
+            x, seen = observation.x.detach().float(), observation.values.detach().float()
             self.found[key] = {name: float(figure(x, seen)) for name, figure in self.own.items()}
 
 

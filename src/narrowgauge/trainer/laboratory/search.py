@@ -161,7 +161,7 @@ def _gaps(
     """The gap of each GEMM in each format by seed, in nats; 0 for the format of the fork without a change."""
     recipe = probed.trained.config.spec.recipe
     changes = {
-        ((layer, gemm), name): analysis.alone(
+        ((layer, gemm), name): analysis.only_in(
             recipe, layer, {p: cast for p in GEMM_PLACES if p.startswith(gemm)}
         )
         for layer in probed.layers

@@ -140,7 +140,7 @@ def _forked(
 
     recipe = probed.trained.config.spec.recipe
     changes = {
-        (layer, place): analysis.alone(recipe, layer, {place: cast})
+        (layer, place): analysis.only_in(recipe, layer, {place: cast})
         for layer in probed.layers
         for place in GEMM_PLACES
     }

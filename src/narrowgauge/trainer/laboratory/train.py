@@ -88,7 +88,7 @@ def train(
     backend: str = "auto",
     quiet: bool = False,
     allow_change: Annotated[Sequence[str], given.NAMES, Form("KEY,...")] = (),
-    profile: Annotated[given.Count, Form("STEPS", alone=PROFILED)] = 0,
+    profile: Annotated[given.Count, Form("STEPS", bare=PROFILED)] = 0,
     branch: Annotated[str | None, Form("RUN[@STEP]")] = None,
     watch: Annotated[bool, Form()] = False,
     line: given.Line | None = None,

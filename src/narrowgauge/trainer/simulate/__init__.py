@@ -6,12 +6,12 @@ from narrowgauge.trainer.simulate.memory import Memory, MemoryTracker
 from narrowgauge.trainer.simulate.memory_estimate import StepEstimate, estimate_memory, estimate_step
 from narrowgauge.trainer.simulate.room import Room
 from narrowgauge.trainer.simulate.speeds import H200, Speeds
-from narrowgauge.trainer.simulate.step import ALONE
+from narrowgauge.trainer.simulate.step import SINGLE
 from narrowgauge.trainer.simulate.whole import WholeCount, count_whole
 
 __all__ = [
-    "ALONE",
     "H200",
+    "SINGLE",
     "Memory",
     "MemoryTracker",
     "Room",

@@ -12,7 +12,7 @@ from narrowgauge.system.errors import UserError
 from narrowgauge.trainer.models import count_parameters
 from narrowgauge.trainer.simulate.memory import STATE, Memory
 from narrowgauge.trainer.simulate.memory_estimate import estimate_memory
-from narrowgauge.trainer.simulate.step import ALONE
+from narrowgauge.trainer.simulate.step import SINGLE
 from narrowgauge.trainer.training.config.config import Config, make_config
 
 Change = Mapping[str, Any]  # values by key
@@ -26,7 +26,7 @@ _SHORTEST = 128  # tokens of a sequence
 
 
 def cheaper(
-    config: Config, has_host: bool = True, parallel_dims: ParallelDims = ALONE, wider: bool = False
+    config: Config, has_host: bool = True, parallel_dims: ParallelDims = SINGLE, wider: bool = False
 ) -> list[tuple[str, Memory]]:
     """Changes that lower the peak: each alone, then all together.
 
@@ -54,7 +54,7 @@ def fitting(
     config: Config,
     fits: Callable[[Memory], bool],
     has_host: bool = True,
-    parallel_dims: ParallelDims = ALONE,
+    parallel_dims: ParallelDims = SINGLE,
     recipes: Sequence[str] = (),
 ) -> tuple[str, Memory] | None:
     """The smallest change with which a step fits: settings first, then recipes, then shorter sequences.

@@ -97,6 +97,6 @@ def _with_memory(x: Any) -> torch.Tensor | None:
     if isinstance(x, DTensor):
         x = local_tensor(x)
     if isinstance(x, GatheredWeight):
-        return x.numbers
+        return x.elements
     # the codes of narrow tensors are seen elsewhere
     return x if isinstance(x, torch.Tensor) and not isinstance(x, NarrowTensor | NarrowGradient) else None

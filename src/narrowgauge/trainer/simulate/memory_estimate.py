@@ -12,7 +12,7 @@ from narrowgauge.system.devices import imagined
 from narrowgauge.trainer.models import count_parameters
 from narrowgauge.trainer.simulate.few_blocks import few_blocks, has_equal_blocks, with_layers
 from narrowgauge.trainer.simulate.memory import Memory
-from narrowgauge.trainer.simulate.step import ALONE, simulate_step
+from narrowgauge.trainer.simulate.step import SINGLE, simulate_step
 from narrowgauge.trainer.training.config.config import Config
 
 
@@ -27,12 +27,12 @@ class StepEstimate:
 _known: dict[object, StepEstimate] = {}
 
 
-def estimate_memory(config: Config, parallel_dims: ParallelDims = ALONE) -> Memory:
+def estimate_memory(config: Config, parallel_dims: ParallelDims = SINGLE) -> Memory:
     """The expected memory of a step on the process that needs the most."""
     return estimate_step(config, parallel_dims).memory
 
 
-def estimate_step(config: Config, parallel_dims: ParallelDims = ALONE) -> StepEstimate:
+def estimate_step(config: Config, parallel_dims: ParallelDims = SINGLE) -> StepEstimate:
     """The expected step of the process that needs the most: in a pipeline the first or last, else any.
 
     A model of many blocks is estimated by linear extrapolation from models of few. A plan asks for some steps

@@ -27,7 +27,7 @@ from narrowgauge.trainer.simulate.recorder import Recorder
 from narrowgauge.trainer.training.config.config import Config
 from narrowgauge.trainer.training.step.trainer import Trainer
 
-ALONE = ParallelDims()
+SINGLE = ParallelDims()
 UPDATE = "update"  # the phase from the last backward pass to the end of the step
 _GPU_ALLOCATION = 512  # bytes; torch's allocator rounds up to it
 
@@ -60,7 +60,7 @@ def phase_of(micro_batch: int) -> str:
 def simulate_step(
     config: Config,
     micro_batches: int,
-    parallel_dims: ParallelDims = ALONE,
+    parallel_dims: ParallelDims = SINGLE,
     rank: int = 0,
     count_on: Device | None = None,
 ) -> SimulatedStep:

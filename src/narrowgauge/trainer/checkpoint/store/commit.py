@@ -111,7 +111,7 @@ def publish(staging: Path, manifest: Manifest) -> Path:
     directory.
     """
     directory, final = staging.parent, staging.parent / f"step-{manifest.step}"
-    if _valid(final, manifest.run_id, again=True) != manifest:
+    if _valid(final, manifest.run_id, reread=True) != manifest:
         if os.path.lexists(final):
             _quarantine(final)
         crash_point("publish")
@@ -137,7 +137,7 @@ def retain(directory: Path, keep: int, published: Manifest) -> None:
     for step in reversed(steps(directory)):
         if valid == keep:
             break
-        if step < published.step and _valid(directory / f"step-{step}", published.run_id, again=False):
+        if step < published.step and _valid(directory / f"step-{step}", published.run_id, reread=False):
             oldest, valid = step, valid + 1
     if valid < keep:
         return
@@ -160,10 +160,10 @@ def _names(directory: Path) -> list[str]:
         ) from error
 
 
-def _valid(path: Path, run_id: str, again: bool) -> Manifest | None:
+def _valid(path: Path, run_id: str, reread: bool) -> Manifest | None:
     """The manifest of a published step that is valid; None of another."""
     with suppress(DamagedError):
-        return verify(path, run_id, cores=1, again=again)  # training needs the other cores
+        return verify(path, run_id, cores=1, reread=reread)  # training needs the other cores
     return None
 
 

@@ -116,16 +116,16 @@ def _from_json(content: Mapping[str, Any]) -> Manifest:
 
 
 def verify(
-    directory: Path, run_id: str | None = None, cores: int | None = None, again: bool = True
+    directory: Path, run_id: str | None = None, cores: int | None = None, reread: bool = True
 ) -> Manifest:
     """Check a published directory step-N in full: its name, the set of files, each size, each SHA-256.
 
     With `run_id` it must belong to that run. `cores` files are hashed at a time; None = one on each core. If
-    not `again`, files that this process has verified are not read while they are unchanged. The
+    not `reread`, files that this process has verified are not read while they are unchanged. The
     `DamagedError` names the file and the reason, also if the operating system cannot read it.
     """
     manifest, known = verify_listing(directory, run_id), _verified.get(directory.absolute())
-    if again or known is None or known != _fingerprint(directory):
+    if reread or known is None or known != _fingerprint(directory):
         verify_files(directory, manifest, manifest.files, cores)
         add_verified(directory)
     return manifest

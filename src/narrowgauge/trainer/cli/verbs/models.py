@@ -202,7 +202,7 @@ def prepare(
     layout: Annotated[str, Form("L")] = OWN,
     name: Annotated[str | None, Form("NAME")] = None,
     dedup: Annotated[bool, "leave out repeated documents"] = False,
-    tolerant: Annotated[float | None, Form("SHARE", alone=0.01)] = None,
+    tolerant: Annotated[float | None, Form("SHARE", bare=0.01)] = None,
     console: Console,
 ) -> None:
     """Turn documents into token files.

@@ -8,7 +8,7 @@ a tunnel with 503 is working, and reports that *it* cannot reach the hub. A prox
 wrong address. A name that does not resolve and no proxy set usually means that a proxy is required.
 
 Only `hf:` sources need the hub; without one, an unreachable hub is only a warning. A proxy's user and
-password are used but never told: `_address` keeps scheme, host and port alone.
+password are used but never shown: `_address` keeps scheme, host and port alone.
 """
 
 import email.utils

@@ -343,14 +343,14 @@ class TextGuard:
             )
         if self._control.isdisjoint(ids):
             return ids
-        parted = [i for part in self._inside.split(text) for i in encode(part)]
-        if found := self._control.intersection(parted):
+        ids = [i for part in self._inside.split(text) for i in encode(part)]
+        if found := self._control.intersection(ids):
             name = self._library.id_to_token(min(found))
             raise UserError(
                 f"the tokenizer reads a part of the text as its control token {name!r}; remove it from the "
                 "text"
             )
-        return parted
+        return ids
 
     def _lost(self, text: str) -> Iterator[str]:
         """The characters of the text (byte-level: of a byte) that would be dropped."""

@@ -49,14 +49,14 @@ class Engine:
             self.pipeline = Pipeline(model, cast(list[nn.Module], self.modules), mesh, device)
 
     @classmethod
-    def alone(cls, model: Transformer) -> "Engine":
+    def of_one_process(cls, model: Transformer) -> "Engine":
         """The engine of a model on a single process."""
         device = next(model.parameters()).device
         return cls(model, Mesh(ParallelDims(), device), device, [model.loss])
 
     def attach(self, optimizer: Optimizer) -> None:
         """Pass an optimizer the group of ranks that hold the parameters."""
-        if not self.mesh.is_alone:
+        if not self.mesh.is_single:
             assert dist.group.WORLD is not None
             optimizer.model_group = ModelGroup(dist.group.WORLD, self.mesh.size("stage"))
 
@@ -112,7 +112,7 @@ class Engine:
         anyway; there they are copied to lie along the other axis. Unless an option saves memory, codes of
         small weights are kept along both axes.
         """
-        if not self.mesh.is_alone:
+        if not self.mesh.is_single:
             return nullcontext()
         has_memory = self.model.selective or not self.model.recompute
         saves_none = not (self.model.recompute or self.model.chunked_loss)
@@ -154,7 +154,7 @@ class Engine:
     @torch.no_grad()
     def finish_backward(self) -> None:
         """Reduce the gradients and histories that neither DDP nor FSDP reduces."""
-        if self.mesh.is_alone:
+        if self.mesh.is_single:
             return
         self._reduce_gradient_states()
         if self.mesh.size("tensor") > 1:  # of parameters that each of its processes has in full
@@ -190,7 +190,7 @@ class Engine:
 
     def sum_over_ranks(self, values: Sequence[float]) -> list[float]:
         """The sum of each value over all processes, in float64."""
-        if self.mesh.is_alone:
+        if self.mesh.is_single:
             return list(values)
         return all_reduce_values(values, [None], self.device, torch.float64)
 
@@ -202,16 +202,16 @@ class Engine:
     @property
     def rank(self) -> int:
         """Rank of this process among all."""
-        return 0 if self.mesh.is_alone else dist.get_rank()
+        return 0 if self.mesh.is_single else dist.get_rank()
 
     def gather(self, value: T) -> list[T]:
         """The value of each process, in rank order, on all of them."""
-        return gather_objects(value, None if self.mesh.is_alone else dist.group.WORLD)
+        return gather_objects(value, None if self.mesh.is_single else dist.group.WORLD)
 
     def all_reduce_overflow(self, scaler: torch.amp.GradScaler, optimizer: Optimizer) -> None:
         """Set the overflow flags on all processes if any has a non-finite gradient, so that their loss scales
         stay equal."""
-        if not self.mesh.is_alone:
+        if not self.mesh.is_single:
             for flag in overflow_flags(scaler, optimizer).values():
                 dist.all_reduce(flag, dist.ReduceOp.MAX)
 

@@ -92,15 +92,15 @@ class CudaGraphs:
         self.graphs.clear()
 
 
-def graph_gap(model: Transformer, is_alone: bool, compiles: bool) -> str:
+def graph_gap(model: Transformer, is_single: bool, compiles: bool) -> str:
     """Why graphs cannot hold the micro-batches of a model, as a clause; "" if they can.
 
     Args:
         model: A model under its recipe.
-        is_alone: Whether one process has all of it.
+        is_single: Whether one process has all of it.
         compiles: Whether it runs through torch.compile.
     """
-    if not is_alone:
+    if not is_single:
         return "several processes exchange gradients and weights within a micro-batch"
     if compiles:
         return "compiled code decides itself what it launches"

@@ -26,10 +26,10 @@ def rungs_svg(results: Sequence[Verdict], parameters: int, reference: str) -> st
     """Both plots in one drawing; `parameters` is the count to which tokens are related."""
     last = max(result.rung for result in results)
     top = [result for result in results if result.rung == last]
-    top.sort(key=lambda r: math.inf if math.isnan(r.alone.mean) else r.alone.mean)
+    top.sort(key=lambda r: math.inf if math.isnan(r.individual.mean) else r.individual.mean)
     colors = {result.name: COLORS[i % len(COLORS)] for i, result in enumerate(top)}
     bottom = _TOP + max(len(top) * _ROW, 260.0)
-    shown = [r.at_once for r in results if abs(r.alone.mean) <= _LARGEST]
+    shown = [r.at_once for r in results if abs(r.individual.mean) <= _LARGEST]
     ends = [end for gap in shown for end in (gap.mean, gap.low, gap.high) if math.isfinite(end)]
     low = max(min([*ends, -2 * MARGIN]), -_LARGEST)
     high = min(max([*ends, 2 * MARGIN]), _LARGEST)
@@ -53,15 +53,15 @@ def _draw_curves(
     drawing.up(x, y, {tick: f"{tick:+.1f} %" if tick else "0" for tick in y.ticks(9)})
     drawing.across(x, y.start, {ratio: f"{ratio:.1f}" for ratio in ratios}, "tokens for each parameter")
     for number, (arm, color) in enumerate(colors.items()):
-        mine = [r for r in results if r.name == arm and abs(r.alone.mean) <= _LARGEST]
+        mine = [r for r in results if r.name == arm and abs(r.individual.mean) <= _LARGEST]
         mine.sort(key=lambda r: r.tokens)
         shift = 2.5 * (number - (len(colors) - 1) / 2)
         at = [x(r.tokens / parameters) + shift for r in mine]
-        drawing.line(at, [y(r.alone.mean) for r in mine], color, 1.5)
+        drawing.line(at, [y(r.individual.mean) for r in mine], color, 1.5)
         for px, r in zip(at, mine, strict=True):
             if math.isfinite(r.at_once.low):
                 drawing.line((px, px), (y(r.at_once.low), y(r.at_once.high)), color)
-            drawing.dot(px, y(r.alone.mean), 3, color)
+            drawing.dot(px, y(r.individual.mean), 3, color)
 
 
 def _draw_forest(
@@ -76,7 +76,7 @@ def _draw_forest(
         drawing.line((x(tick), x(tick)), (_TOP - 8, bottom), RULE if tick else ZERO)
     drawing.across(x, bottom, {tick: f"{tick:+.1f}" if tick else zero for tick in ticks}, "gap, %")
     for number, result in enumerate(top):
-        y, color, gap = _TOP + _ROW * number + 8, colors[result.name], result.alone.mean
+        y, color, gap = _TOP + _ROW * number + 8, colors[result.name], result.individual.mean
         drawing.text(x.start - 10, y + 4, result.name, "end", fill=color)
         drawing.text(x.end + 8, y + 4, result.conclusion)
         if gap > _LARGEST:
@@ -96,7 +96,7 @@ def agreement(probe: Probe, results: Sequence[Verdict], keys: Sequence[str]) -> 
     """
     lines = []
     for rung in sorted({one.rung for one in results}):
-        gaps = {one.name: one.alone.mean for one in results if one.rung == rung and one.gaps}
+        gaps = {one.name: one.individual.mean for one in results if one.rung == rung and one.gaps}
         texts = []
         for key in keys:
             pairs = [(x, gap) for arm, gap in gaps.items() if (x := probe.mean(arm, key)) is not None]

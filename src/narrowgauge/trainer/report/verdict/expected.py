@@ -69,7 +69,7 @@ def expectations(runs: Sequence[Run]) -> list[Expectation]:
     forecaster, results = Forecaster(), []
     for one, own, size in _known(runs):
         forecast = forecaster.forecast(own, size, one.tokens, own.name)
-        predicted, mean = forecast.predicted, one.alone.mean
+        predicted, mean = forecast.predicted, one.individual.mean
         if math.isfinite(mean):
             probability = None if predicted is None else predicted.probability_above(mean, _deviation(one))
             results.append(Expectation(one.name, mean, forecast, probability))

@@ -118,7 +118,7 @@ class Verdict:
         return Interval(mean, mean - half, mean + half)
 
     @property
-    def alone(self) -> Interval:
+    def individual(self) -> Interval:
         """The mean and Student's interval of these gaps alone; NaN without any."""
         return interval(list(self.gaps.values())) if self.gaps else Interval(*[math.nan] * 3)
 

@@ -141,7 +141,7 @@ def _roll_back(
 
 
 def _record_verdict(context: RunContext, trainer: Trainer, verdict: GuardVerdict) -> None:
-    kind, action = ("spike", "a spike") if verdict.takes else ("skip", "skipped")
+    kind, action = ("spike", "a spike") if verdict.accepts else ("skip", "skipped")
     event: dict[str, Any] = {"event": kind, "step": trainer.step, "reason": verdict.reason}
     cause = ""
     if trainer.first_bad is not None:

@@ -50,7 +50,7 @@ from narrowgauge.trainer.models.sizes import CUSTOM
 from narrowgauge.trainer.runs.monitor import machine
 from narrowgauge.trainer.runs.monitor.loggers import require_sinks
 from narrowgauge.trainer.runs.run_directory import RunDirectory
-from narrowgauge.trainer.simulate import ALONE, Memory, Room, cheaper, estimate_memory, fitting
+from narrowgauge.trainer.simulate import SINGLE, Memory, Room, cheaper, estimate_memory, fitting
 from narrowgauge.trainer.simulate.advice import least_state
 from narrowgauge.trainer.training.config.config import (
     Config,
@@ -261,7 +261,7 @@ def room_here(config: Config, device: torch.device) -> Room:
     return Room.of(config, machine.total_memory(device), machine.device_name(device), has_host)
 
 
-def require_memory(config: Config, device: torch.device, parallel_dims: ParallelDims = ALONE) -> Memory:
+def require_memory(config: Config, device: torch.device, parallel_dims: ParallelDims = SINGLE) -> Memory:
     """Estimate the memory of a run, and refuse one that cannot fit.
 
     Linux overcommits a CPU's memory, and silently kills a process that uses more than there is.

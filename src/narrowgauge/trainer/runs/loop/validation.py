@@ -122,7 +122,7 @@ def token_bytes(tokenizer: Tokenizer) -> torch.Tensor:
 def held_out_loss(trained: TrainedRun, tokens: Mixture, length: int, batches: int | None) -> float:
     """The mean loss of a run in nats per token, as `two_losses`."""
     held_out = held_out_batches(trained.config, tokens, length, batches)
-    return validation_loss(Engine.alone(trained.model), trained.go_to_sample, held_out).mean
+    return validation_loss(Engine.of_one_process(trained.model), trained.go_to_sample, held_out).mean
 
 
 @torch.no_grad()

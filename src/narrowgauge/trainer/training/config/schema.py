@@ -40,7 +40,7 @@ class Also(str):
     """The name of a key in other trainers, by which the command line finds it as well."""
 
 
-class Takes(str):
+class Metavar(str):
     """The form of a key's value in help, where the type does not say it."""
 
 
@@ -75,10 +75,10 @@ class Section(BaseModel):
 
 
 class _NamedModel(Section):
-    name: Annotated[str, Takes("NAME")] = Field(
+    name: Annotated[str, Metavar("NAME")] = Field(
         "debug", description="a named size, or custom where every dimension is given"
     )
-    weights: Annotated[str, Takes("RUN")] = Field(
+    weights: Annotated[str, Metavar("RUN")] = Field(
         "", description="a run whose model and weights to start from"
     )
 
@@ -97,11 +97,11 @@ ModelSection = create_model(
 class DataSection(Section):
     """The source of the tokens."""
 
-    source: Annotated[str, Also("dataset"), Takes("SOURCE")] = Field(
+    source: Annotated[str, Also("dataset"), Metavar("SOURCE")] = Field(
         "stdlib", description="text, token files, what `prepare` made; commas between"
     )
     weights: tuple[_Weight, ...] = Field((), description="of the sources; none: as their numbers of tokens")
-    tokenizer: Annotated[str, Takes("bytes|bpe-N|FILE")] = Field(
+    tokenizer: Annotated[str, Metavar("bytes|bpe-N|FILE")] = Field(
         "auto",
         description="bytes, bpe-N (learnt from the text), a file, or auto: the data's own, else bpe-4096",
     )
@@ -128,7 +128,7 @@ class TrainingSection(Section):
     fit_micro_batch: bool = True  # no key of a user's: whether the size above was chosen and not given
     seed: int = Field(0, ge=0, lt=2**63, description="for weights, token order and stochastic rounding")
     rounding_seed: int = Field(-1, ge=-1, lt=2**63, description="of stochastic rounding alone; -1: seed")
-    device: Annotated[str, Takes("auto|cpu|cuda")] = Field("auto", description="auto, cpu or cuda")
+    device: Annotated[str, Metavar("auto|cpu|cuda")] = Field("auto", description="auto, cpu or cuda")
     threads: int = Field(0, ge=0, le=1024, description="of a CPU, for each process; 0: as many as are free")
     compile: bool = Field(False, description="run the model through torch.compile")
     graph: bool | Literal["auto"] = Field(
@@ -142,7 +142,7 @@ class TrainingSection(Section):
     chunked_loss: bool = Field(False, description="head and loss a chunk of tokens at a time: less memory")
     z_loss: float = Field(0.0, ge=0, description="coefficient of the mean of logsumexp(logits)^2; 0: none")
     balance_loss: float = Field(0.01, ge=0, description="coefficient of the balance of experts; 0: none")
-    memory_limit: Annotated[str, Takes("SIZE")] = Field(
+    memory_limit: Annotated[str, Metavar("SIZE")] = Field(
         "", description="limit per device, as in 24GB (all its memory)"
     )
     hang_timeout: float = Field(600.0, ge=0, description="seconds ranks wait for a hung one; 0: for ever")
@@ -198,8 +198,8 @@ class ScheduleSection(Section):
 class RecipeSection(Section):
     """The recipe: the format of each place."""
 
-    name: Annotated[str, Takes("NAME|FILE")] = Field("fp8", description="a shipped recipe or a .toml file")
-    backend: Annotated[str, Takes("|".join(BACKENDS))] = Field("auto", description=", ".join(BACKENDS))
+    name: Annotated[str, Metavar("NAME|FILE")] = Field("fp8", description="a shipped recipe or a .toml file")
+    backend: Annotated[str, Metavar("|".join(BACKENDS))] = Field("auto", description=", ".join(BACKENDS))
     places: Mapping[str, Any] = Field(default_factory=dict, description="other casts in some places")
 
     @model_validator(mode="before")
@@ -337,12 +337,12 @@ def keys_of(sections: Mapping[str, type[Section]]) -> dict[str, Key]:
             if (section, name) == ("recipe", "places"):
                 keys |= _place_keys()
             elif field.description:
-                alias, takes = (
+                alias, metavar = (
                     next((str(note) for note in field.metadata if isinstance(note, kind)), "")
-                    for kind in (Also, Takes)
+                    for kind in (Also, Metavar)
                 )
-                takes = takes or _takes(field.annotation)
-                keys[f"{section}.{name}"] = Key(str(field.description), _default(field), takes, alias)
+                metavar = metavar or _metavar(field.annotation)
+                keys[f"{section}.{name}"] = Key(str(field.description), _default(field), metavar, alias)
     return keys
 
 
@@ -369,17 +369,17 @@ def _default(field: FieldInfo) -> str:
     return "" if value is None or value == {} else str(value)
 
 
-def _takes(kind: Any) -> str:
+def _metavar(kind: Any) -> str:
     """The form of a value of this type on the command line."""
     origin, inside = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
-        return "|".join(_takes(part) for part in inside if part is not NoneType)
+        return "|".join(_metavar(part) for part in inside if part is not NoneType)
     if origin is Annotated:
-        return _takes(inside[0])
+        return _metavar(inside[0])
     if origin is Literal:
         return "|".join(inside)
     if origin is tuple:
-        return ",".join("..." if part is Ellipsis else _takes(part) for part in inside)
+        return ",".join("..." if part is Ellipsis else _metavar(part) for part in inside)
     if isinstance(kind, type) and issubclass(kind, bool):
         return "true|false"
     return {int: "N", float: "X", str: "TEXT"}.get(kind, "JSON")

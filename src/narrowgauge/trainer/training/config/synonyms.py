@@ -37,13 +37,13 @@ class Key:
     Attributes:
         description: What it means.
         default: Its default as text; "" if it is empty or comes from the named model.
-        takes: The form of its value: N, X, true|false, or the allowed words.
+        metavar: The form of its value: N, X, true|false, or the allowed words.
         alias: The name that other trainers give it; "" if it has none.
     """
 
     description: str
     default: str
-    takes: str
+    metavar: str
     alias: str = ""
 
     def __str__(self) -> str:

@@ -137,7 +137,7 @@ def graphs_for(config: Config, engine: Engine) -> CudaGraphs | None:
     require_gpu_for_graph(config, engine.device)
     if config.training.graph is False or engine.device.type != "cuda":
         return None
-    gap = graph_gap(engine.model, engine.mesh.is_alone, config.training.compile)
+    gap = graph_gap(engine.model, engine.mesh.is_single, config.training.compile)
     if gap and config.training.graph is True:
         raise UserError(
             f"training.graph = true, but a graph cannot hold this run's micro-batches: {gap}; set "

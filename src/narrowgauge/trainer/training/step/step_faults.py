@@ -171,7 +171,7 @@ class _LayerTracer:
         """Check an operand before its cast, then after it."""
         place, cast = observation.place, observation.cast.name
         self.tracer.check(self.layer, place, "as it came to the GEMM, before any rounding", observation.x)
-        self.tracer.check(self.layer, place, f"{_BEFORE_CAST} {cast}", observation.seen)
+        self.tracer.check(self.layer, place, f"{_BEFORE_CAST} {cast}", observation.values)
 
     def product(self, place: str, c_MN: torch.Tensor, a_RK: torch.Tensor, b_NK: torch.Tensor) -> None:
         """Check the result of a matmul."""

@@ -109,7 +109,7 @@ class TrainState:
         Raises:
             Corrupted: two copies differ.
         """
-        if self.engine.mesh.is_alone:
+        if self.engine.mesh.is_single:
             return
         local = {  # slices with equal names are equal slices of the same tensor
             group: {f"{name} from {s.offset}": s.tensor for name, slices in named.items() for s in slices}

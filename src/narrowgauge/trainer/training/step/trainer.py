@@ -68,7 +68,7 @@ class Trainer(TrainState):
         """Model, optimizer and engine under the recipe in effect, in their initial state."""
         mesh = mesh or Mesh(ParallelDims(), device)
         modules: Sequence[Callable[..., torch.Tensor]]
-        if mesh.is_alone:
+        if mesh.is_single:
             model = build_model(config.spec, device)
             # The memory estimate tracks operations on the meta device, and compiled code hides them. Worse,
             # torch's compiler never again compiles code that it first met under such a tracker.
@@ -171,14 +171,14 @@ class Trainer(TrainState):
         norm = self.optimizer.clip_grad_norm_(self.config.optimizer.clip_norm).item()
         lr, (loss, self.terms, self.tokens) = self.config.learning_rate(step), step_terms(engine, total)
         self.verdict = guard.judge(loss, norm, bool(self.scaler), step <= self.config.schedule.warmup_steps)
-        if self.verdict.takes:
+        if self.verdict.accepts:
             set_learning_rate(self.optimizer, lr)
             self.optimizer.step()
             engine.after_update()
         if gauges is not None:
             gauges.after_step()
         self.first_bad = None if self.verdict.is_finite else self._find_first_bad(micro_batches)
-        if not self.verdict.takes:
+        if not self.verdict.accepts:
             discard_step(self.model)
         if self.scaler:
             self.scaler.update()
