@@ -76,7 +76,7 @@ class Trained:
                 for each in onlookers:
                     each.layer.observer = each if step == 0 else None
                 told.append(self.trainer.train_step(batches)[:2])
-        self.operands = {(o.name, place): seen for o in onlookers for place, seen in o.values.items()}
+        self.operands = {(o.name, place): seen for o in onlookers for place, seen in o.seen.items()}
         engine, go_to = self.trainer.engine, self.trainer.go_to_sample
         batches = validation_batches(data.val, samples, d.sequence_length, 3 * samples, d.separate_documents)
         val = validation_loss(engine, go_to, batches).mean

@@ -283,7 +283,7 @@ class Linear(Stepped, SeesFSDP, torch.nn.Linear):
     @property
     def memories(self) -> list[History | PreScale]:
         """The histories, and the factor of the gradient on the wire."""
-        return super().memories + ([] if self.reduce_prescale is None else [self.reduce_prescale])
+        return [*self.histories.values(), *([] if self.reduce_prescale is None else [self.reduce_prescale])]
 
     def lost(self, optimizer: torch.optim.Optimizer, is_fresh: bool) -> Iterator[str]:
         """As `Stepped.lost`, with moments that the recipe stores in casts."""
