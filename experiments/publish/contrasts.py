@@ -10,7 +10,6 @@ Fieller's (1954): the ratios r for which Student's t does not refuse that x - r 
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import replace
 
 from narrowgauge.system.t_interval import Interval, interval, t_quantile
 from narrowgauge.trainer.report.verdict.rule import is_control
@@ -26,8 +25,7 @@ def with_mean_reference(rows: Sequence[Row]) -> tuple[list[str], list[Row]]:
     first = rows[0].arm
     again = {(row.seed, row.rung): row for row in rows if row.arm == f"{first}-again"}
     means = [
-        replace(
-            row,
+        row._replace(
             arm=MEAN,
             own_loss=(row.own_loss + other.own_loss) / 2,
             bf16_loss=(row.bf16_loss + other.bf16_loss) / 2,

@@ -3,7 +3,6 @@
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from narrowgauge.trainer.experiment.power import Plan, smallest_gap
@@ -77,7 +76,7 @@ def stages_markdown(
     for number, (name, tables) in enumerate(parts.items(), start=1):
         if these := rows.get(name):
             sections.append(_section(name, tables, these))
-            numbered += [replace(row, rung=number) for row in these]
+            numbered += [row._replace(rung=number) for row in these]
     return "\n".join([*sections, _judged(predictions, numbered)])
 
 
