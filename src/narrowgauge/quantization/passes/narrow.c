@@ -240,40 +240,31 @@ static void errors_of(const Narrow *p, int64_t n, const float *RESTRICT x, const
   }
 }
 
-/* Every element of a unit to its format's grid: its result, or with `e`, which has room for the unit, its error. */
-static void round_unit(const Narrow *p, const Unit *u, const Scales *by, float *e) {
-  float widened[TILE], t[TILE], encode_of[TILE], block_of[TILE], above_of[TILE], over[STRIP];
-  const int has_amax_above = e && p->cast->rule == NVFP4, is_code = !e && p->result == CODES;
-  for (int64_t b = 0; has_amax_above && b < u->blocks; b++) over[b] = p->over[p->over_each ? u->entry + b : 0];
+/* The error of each block of a unit under its scale, by the choice, into `out`; `e` has room for the unit. */
+static void find_errors(const Narrow *p, const Unit *u, const Scales *by, float *e, float *out) {
+  float widened[TILE], t[TILE], spares[3][TILE], over[STRIP];
+  const int64_t width = strip(p);
+  const int is_nvfp4 = p->cast->rule == NVFP4, choose = p->cast->choose;
+  if (is_nvfp4)
+    for (int64_t b = 0; b < u->blocks; b++) over[b] = p->over[p->over_each ? u->entry + b : 0];
   for (int64_t column = u->first; column < u->last; column += TILE) {
     const int64_t n = u->last - column < TILE ? u->last - column : TILE;
-    const float *encode = spread(p, u, by->encode, column, n, encode_of), *block = 0, *above = 0;
-    if (e || p->result != VALUES) block = spread(p, u, is_code ? by->finite : by->block, column, n, block_of);
-    if (e && p->over) above = spread(p, u, has_amax_above ? over : by->above, column, n, above_of);
+    const float *encode = spread(p, u, by->encode, column, n, spares[0]);
+    const float *block = spread(p, u, by->block, column, n, spares[1]);
+    const float *above = p->over ? spread(p, u, is_nvfp4 ? over : by->above, column, n, spares[2]) : 0;
     for (int64_t row = u->row0; row < u->row1; row++) {
       const int64_t index = index_of(p, u, row, column);
       const float *x = load(p, index, n, widened);
       scale(p, n, x, encode, t);
       round_all(p, index, n, t);
-      if (e) errors_of(p, n, x, block, above, t, e + (row - u->row0) * strip(p) + column - u->first);
-      else if (is_code) store_codes(p, index, n, t, block);
-      else {
-        for (int64_t k = 0; p->result == STORED && k < n; k++) t[k] *= block[k];
-        store(p, index, n, t);
-      }
+      errors_of(p, n, x, block, above, t, e + (row - u->row0) * width + column - u->first);
     }
   }
-}
-
-/* The error of each block of a unit under its scale, by the choice, into `out`; `e` has room for the unit. */
-static void find_errors(const Narrow *p, const Unit *u, const Scales *by, float *e, float *out) {
-  const int64_t width = strip(p), rows = u->row1 - u->row0;
-  round_unit(p, u, by, e);
-  for (int64_t row = 1; !p->contracts_columns && row < rows; row++)
-    for (int64_t k = 0; k < u->last - u->first; k++) e[k] = joined(p->cast->choose, e[k], e[row * width + k]);
+  for (int64_t row = 1; !p->contracts_columns && row < u->row1 - u->row0; row++)
+    for (int64_t k = 0; k < u->last - u->first; k++) e[k] = joined(choose, e[k], e[row * width + k]);
   if (p->block_columns == 1 && !p->contracts_columns) memcpy(out, e, u->blocks * sizeof(float));
   else
-    for (int64_t b = 0; b < u->blocks; b++) out[b] = reduced(e + b * p->block_columns, p, rows, width);
+    for (int64_t b = 0; b < u->blocks; b++) out[b] = reduced(e + b * p->block_columns, p, u->row1 - u->row0, width);
 }
 
 /* The scales of a unit's blocks: for each block, of the candidate with the least error, which `sums` gets with SCALES. */
@@ -328,6 +319,29 @@ static void add_projections(const Narrow *p, const Unit *u, const Scales *by) {
   }
 }
 
+/* Every element of a unit to its format's grid. */
+static void round_unit(const Narrow *p, const Unit *u, const Scales *by) {
+  float widened[TILE], t[TILE], encode_of[TILE], block_of[TILE];
+  for (int64_t column = u->first; column < u->last; column += TILE) {
+    const int64_t n = u->last - column < TILE ? u->last - column : TILE;
+    const float *encode = spread(p, u, by->encode, column, n, encode_of), *block = 0;
+    if (p->result != VALUES) block = spread(p, u, p->result == CODES ? by->finite : by->block, column, n, block_of);
+    for (int64_t row = u->row0; row < u->row1; row++) {
+      const int64_t index = index_of(p, u, row, column);
+      const float *x = load(p, index, n, widened);
+      scale(p, n, x, encode, t);
+      round_all(p, index, n, t);
+      if (p->result == CODES) {
+        store_codes(p, index, n, t, block);
+        continue;
+      }
+      if (p->result == STORED)
+        for (int64_t k = 0; k < n; k++) t[k] *= block[k];
+      store(p, index, n, t);
+    }
+  }
+}
+
 /* Amaxes, scales and elements of each block, except what is given. */
 int narrow_pass(const Narrow *p, int64_t begin, int64_t end) {
   Scales by;
@@ -353,7 +367,7 @@ int narrow_pass(const Narrow *p, int64_t begin, int64_t end) {
       else if (p->above && number == 0) *p->above = by.above[0];
     }
     if (p->result == SUMS) add_projections(p, &u, &by);
-    else if (p->result != SCALES) round_unit(p, &u, &by, 0);
+    else if (p->result != SCALES) round_unit(p, &u, &by);
   }
   free(e);
   return 0;
