@@ -323,7 +323,7 @@ def update_prescale(
             totals[:, which] = shared
     for wire, terms, sums, n in zip(wires, *totals, strict=True):
         if wire.prescale is not None:
-            wire.prescale.see(((terms / group.size() + sums) / n.clamp(min=1)).float())
+            wire.prescale.record_overflow(((terms / group.size() + sums) / n.clamp(min=1)).float())
 
 
 def _further_groups(wires: Sequence[WireFormat], group: Group) -> list[tuple[Group, list[int]]]:

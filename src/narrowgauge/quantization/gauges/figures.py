@@ -75,7 +75,7 @@ _WIDE = 3e38  # the largest bf16 and fp32 values: nothing comes near
 
 def gauge_operand(
     x: torch.Tensor,
-    seen: torch.Tensor,
+    y: torch.Tensor,
     cast: Cast,
     axis: int,
     context: QuantContext = DEFAULT_CONTEXT,
@@ -87,29 +87,29 @@ def gauge_operand(
     """
     require_values(x)
     if not cast.is_scaled:
-        return gauge(x, seen, blocks_of(x.shape, cast, axis), None, cast.element.max, cast.element)
+        return gauge(x, y, blocks_of(x.shape, cast, axis), None, cast.element.max, cast.element)
     context = replace(context, shard=None)
     if cast.keep_channels:
-        return _gauge_parts(x, seen, cast, axis, context)
+        return _gauge_parts(x, y, cast, axis, context)
     prepared = prepared_by(x, cast, axis, context)
-    seen = seen if prepared.mean is None else seen.float() - prepared.mean
+    y = y if prepared.mean is None else y.float() - prepared.mean
     x = prepared.x if prepared.unclamped is None else prepared.unclamped
     blocks = blocks_of(x.shape, cast, axis)  # a transform may have lengthened the axis
     scales = scales_of(Split(blocks.split(prepared.x), blocks, cast, axis, context))
     scale = scales.block if scales.tensor is None else scales.block * scales.tensor
-    return gauge(x, seen, blocks, scale, cast.element.max, cast.element)
+    return gauge(x, y, blocks, scale, cast.element.max, cast.element)
 
 
 def _gauge_parts(
-    x: torch.Tensor, seen: torch.Tensor, cast: Cast, axis: int, context: QuantContext
+    x: torch.Tensor, y: torch.Tensor, cast: Cast, axis: int, context: QuantContext
 ) -> torch.Tensor:
     """The vector of a tensor with kept channels: that of the others, with sums over both."""
     channels = kept_channels(x, cast, context)
-    (rest, alone), (seen_rest, seen_alone) = split_channels(x, channels), split_channels(seen, channels)
-    vector = gauge_operand(rest, seen_rest, cast.of_the_rest, axis, context)
-    seen_alone = seen_alone[tuple(map(slice, x.shape))]  # drop the padding of a transform
+    (rest, alone), (y_rest, y_alone) = split_channels(x, channels), split_channels(y, channels)
+    vector = gauge_operand(rest, y_rest, cast.of_the_rest, axis, context)
+    y_alone = y_alone[tuple(map(slice, x.shape))]  # drop the padding of a transform
     factor = vector[_HEAD.index("factor")].float()
-    sums = _sums(alone, seen_alone, factor.new_full((), math.inf), factor)
+    sums = _sums(alone, y_alone, factor.new_full((), math.inf), factor)
     sums[1:3] -= x.numel()  # each part has zeros in place of the other
     vector[len(_HEAD) - len(_SUMS) : len(_HEAD)] += sums
     return vector
@@ -135,7 +135,7 @@ def gauge_state(x: torch.Tensor, stored: QuantizedState) -> torch.Tensor:
 @torch.no_grad()
 def gauge(
     x: torch.Tensor,
-    seen: torch.Tensor,
+    y: torch.Tensor,
     blocks: Blocks,
     scale: torch.Tensor | None = None,
     largest: float = math.inf,
@@ -145,13 +145,13 @@ def gauge(
 
     Args:
         x: The tensor before, of any floating dtype.
-        seen: The tensor after, in the same shape.
+        y: The tensor after, in the same shape.
         blocks: The blocks of both.
         scale: The float32 scale of each block, inner dimensions kept with size 1; None for 1.
         largest: The largest value of an element.
         grid: The element format, if its values times `scale` are what can be stored; for the histogram.
     """
-    split, after = blocks.split(x), blocks.split(seen)
+    split, after = blocks.split(x), blocks.split(y)
     amax = block_amax(split, blocks)
     amax = torch.where(amax.isfinite(), amax, 0.0)
     ends = [amax.amin(), amax.median(), amax.amax()] if amax.numel() else [amax.new_zeros(())] * 3

@@ -74,7 +74,7 @@ class PreScale:
         encode, _ = scales.fp32_scale(amax, cast.element, cast.power_of_two)
         return (encode * applied(self.tensors["mu"])).clamp(max=scales.FLOAT_MAX)
 
-    def see(self, share: torch.Tensor) -> None:
+    def record_overflow(self, share: torch.Tensor) -> None:
         """Record the share of a gradient's elements that overflowed, 0-dim float32."""
         overflowed = self.tensors["overflowed"]
         overflowed.copy_(torch.maximum(overflowed, share))
@@ -199,7 +199,7 @@ def add_all(
     overflow = (x.abs() * scales[g] > g.cast.element.max for g, x, _ in factors)
     shares = all_reduce_shares(overflow, [g.shard for g, _, _ in factors])
     for (_, _, prescale), share in zip(factors, shares, strict=True):
-        prescale.see(share)
+        prescale.record_overflow(share)
     for g, x, stream in sums:
         g.write(x, stream, encode_scale=scales.get(g), amax=amaxes.get(g))
         g.count_sum()

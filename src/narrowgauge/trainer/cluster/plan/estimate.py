@@ -205,8 +205,7 @@ def counted_step(config: Config, parallel_dims: ParallelDims, cluster: Cluster) 
 
 
 def speeds_of(cluster: Cluster, compute: str = "bf16") -> Speeds:
-    """The speeds of a cluster's device, for a recipe that computes in a format: an H200's share of the data
-    sheet is assumed."""
+    """The speeds of a cluster's device for a compute format, at an H200's share of the data sheet."""
     here = load_cluster("h200")
     rates = {
         kind: rate
